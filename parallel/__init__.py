@@ -1,0 +1,29 @@
+"""Meshes, sharding and composition of parallelism; knows tensors and ranks, never a model."""
+
+from parallel.batch import IGNORE_INDEX, Batch
+from parallel.config import ParallelConfig, Precision
+from parallel.counter import CollectiveCounter
+from parallel.materialize import materialize
+from parallel.mesh import Mesh, build_mesh
+from parallel.parallelize import parallelize
+from parallel.plan import Block, ModelShape, ParallelPlan, Unit
+from parallel.step import StepResult
+from parallel.trained import Trained
+
+__all__ = [
+    "IGNORE_INDEX",
+    "Batch",
+    "Block",
+    "CollectiveCounter",
+    "Mesh",
+    "ModelShape",
+    "ParallelConfig",
+    "ParallelPlan",
+    "Precision",
+    "StepResult",
+    "Trained",
+    "Unit",
+    "build_mesh",
+    "materialize",
+    "parallelize",
+]

@@ -1,0 +1,186 @@
+"""How a model is split over ranks: one degree per mesh axis beside the policies that go with it."""
+
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args, get_type_hints
+
+import torch
+
+DataParallel = Literal["none", "dp", "ddp", "zero1", "fsdp1", "fsdp2"]
+Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v"]
+ContextParallelMethod = Literal["allgather", "ring", "ulysses"]
+ActivationCheckpointing = Literal["none", "full", "selective"]
+ComputeDtype = Literal["stored", "float32", "bfloat16"]
+ReduceGradients = Literal["every_micro_batch", "last"]
+
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Which dtype does what; parameters and optimizer state are stored as the model was built (float32).
+
+    Attributes:
+        compute: Dtype of matmuls and activations; `stored` leaves it to the parameters.
+        reduce: Dtype in which gradients are summed over ranks; `stored` keeps the parameters' own.
+    """
+
+    compute: ComputeDtype = "stored"
+    reduce: ComputeDtype = "stored"
+
+    def __post_init__(self) -> None:
+        """Refuses unknown names.
+
+        Raises:
+            ValueError: If a name is not one of the legal ones.
+        """
+        _check_choices(self)
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Dtype of matmuls and activations, None for the stored one."""
+        return None if self.compute == "stored" else getattr(torch, self.compute)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """Dtype of gradient sums, None for the stored one."""
+        return None if self.reduce == "stored" else getattr(torch, self.reduce)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """One degree per mesh axis, how data parallelism shards, and the policies that go with it.
+
+    Attributes:
+        pp: Pipeline stages.
+        dp_replicate: Replicas of the (sharded) model.
+        dp_shard: Ranks that share one copy of parameters, gradients and optimizer state; -1 takes the ranks
+            that the other axes leave.
+        cp: Ranks that share one sequence.
+        tp: Ranks that share each matrix.
+        ep: Ranks that share the experts; carved out of dp_shard x cp.
+        data_parallel: Backend of the data-parallel axes.
+        strategy: What the backend shards: full_shard (ZeRO-3), shard_grad_op (ZeRO-2), the hybrids of both over
+            dp_replicate, no_shard. None: full_shard for fsdp1 and fsdp2, nothing to choose for the others.
+        sequence_parallel: Split activations between the tensor-parallel parts along the sequence.
+        loss_parallel: Keep logits split along the vocabulary in the loss; False gathers them.
+        schedule: Pipeline schedule, with pp > 1 only.
+        cp_method: How attention sees the whole sequence, with cp > 1 only.
+        precision: Compute and reduce dtypes.
+        activation_checkpointing: What is recomputed in backward instead of kept.
+        compile: Compile each block.
+        cpu_offload: Keep parameters, gradients and optimizer state in host memory.
+        prefetch: How many units ahead of its use a unit is gathered; 1 is what fully_shard does by itself.
+        reduce_gradients: When ranks sum gradients: after every micro-batch, or after the last, which sends less
+            but holds unsharded gradients meanwhile. None: the backend's default.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    data_parallel: DataParallel = "fsdp2"
+    strategy: Strategy | None = None
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+    schedule: Schedule | None = None
+    cp_method: ContextParallelMethod | None = None
+    precision: Precision = field(default_factory=Precision)
+    activation_checkpointing: ActivationCheckpointing = "none"
+    compile: bool = False
+    cpu_offload: bool = False
+    prefetch: int = 1
+    reduce_gradients: ReduceGradients | None = None
+
+    def __post_init__(self) -> None:
+        """Checks all that needs neither a world size nor a model.
+
+        Raises:
+            ValueError: If a name is unknown, a degree is illegal, or two fields contradict each other.
+        """
+        _check_choices(self)
+        for name in DEGREES:
+            degree = getattr(self, name)
+            if isinstance(degree, bool) or not isinstance(degree, int):
+                raise ValueError(f"{name}={degree!r} must be an integer")
+            if degree == -1 and name == "dp_shard":
+                continue
+            if degree < 1:
+                only = "" if name == "dp_shard" else "; only dp_shard may be -1 (the ranks that are left)"
+                raise ValueError(f"{name}={degree} must be at least 1{only}")
+        if self.prefetch < 1:
+            raise ValueError(f"prefetch={self.prefetch} must be at least 1")
+        self._check_axes()
+        self._check_backend()
+
+    @property
+    def resolved_strategy(self) -> Strategy:
+        """The strategy in force: `strategy`, or the backend's own where that is None."""
+        return self.strategy or ("full_shard" if self.data_parallel in ("fsdp1", "fsdp2") else "no_shard")
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether parameters are sharded over fsdp and replicated over dp_replicate."""
+        return self.resolved_strategy in ("hybrid_shard", "hybrid_shard_zero2")
+
+    def _check_axes(self) -> None:
+        if self.pp > 1 and self.schedule is None:
+            raise ValueError(f"pp={self.pp} needs a schedule; legal: {', '.join(get_args(Schedule))}")
+        if self.pp == 1 and self.schedule is not None:
+            raise ValueError(f"schedule={self.schedule!r} needs pipeline stages (pp > 1); pp is 1")
+        if self.cp > 1 and self.cp_method is None:
+            raise ValueError(f"cp={self.cp} needs a cp_method; legal: {', '.join(get_args(ContextParallelMethod))}")
+        if self.cp == 1 and self.cp_method is not None:
+            raise ValueError(f"cp_method={self.cp_method!r} needs cp > 1; cp is 1")
+
+    def _check_backend(self) -> None:
+        backend, shards = self.data_parallel, self.data_parallel in ("fsdp1", "fsdp2")
+        if not shards and self.strategy not in (None, "no_shard"):
+            raise ValueError(
+                f"{backend} does not shard parameters, so strategy={self.strategy!r} has no meaning; "
+                "use data_parallel='fsdp2', or leave strategy out"
+            )
+        if not shards and self.dp_shard > 1:
+            raise ValueError(
+                f"{backend} does not shard parameters, so dp_shard={self.dp_shard} has no meaning; use "
+                f"data_parallel='fsdp2', or dp_replicate={self.dp_replicate * self.dp_shard} with dp_shard=1"
+            )
+        if backend in ("none", "dp"):
+            split = {name: getattr(self, name) for name in DEGREES if getattr(self, name) not in (1, -1)}
+            if split:
+                what = "DataParallel is" if backend == "dp" else "data_parallel='none' is"
+                raise ValueError(f"{what} one process, but {split} ask for more; use data_parallel='fsdp2'")
+        if backend == "fsdp1" and (self.pp > 1 or self.cp > 1):
+            raise ValueError(
+                f"fsdp1 composes with neither pipeline stages nor context parallel (pp={self.pp}, cp={self.cp}); "
+                "use data_parallel='fsdp2'"
+            )
+        if self.is_hybrid and self.dp_replicate == 1:
+            raise ValueError(
+                f"strategy={self.strategy!r} shards within a group and replicates over groups, so it needs "
+                "dp_replicate > 1; dp_replicate is 1: use 'full_shard' or 'shard_grad_op', or set dp_replicate"
+            )
+        if shards and self.dp_replicate > 1 and not self.is_hybrid and self.strategy != "no_shard":
+            raise ValueError(
+                f"strategy={self.resolved_strategy!r} shards over all data-parallel ranks, but "
+                f"dp_replicate={self.dp_replicate}; use 'hybrid_shard' or 'hybrid_shard_zero2', or dp_replicate=1"
+            )
+
+
+def _check_choices(config: object) -> None:
+    """Refuses a name that its field's Literal type does not list, and a bool field that holds no bool."""
+    hints = get_type_hints(type(config))
+    for each in fields(config):  # type: ignore[arg-type]  # mypy cannot bound `object` to dataclass instances
+        value, hint = getattr(config, each.name), hints[each.name]
+        members = get_args(hint)
+        optional = type(None) in members
+        if optional:
+            members = get_args(members[0])
+        if value is None and optional:
+            continue
+        if members and value not in members:
+            raise ValueError(f"unknown {each.name} {value!r}; legal: {', '.join(map(str, members))}")
+        if hint is bool and not isinstance(value, bool):
+            raise ValueError(f"{each.name}={value!r} must be true or false")

@@ -1,0 +1,180 @@
+"""Counts the collectives that a rank issues: kind, group, payload, dtype and when."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel.mesh import Mesh
+
+Kind = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send", "recv"
+]
+Phase = Literal["forward", "backward"]
+
+# For each op: what it is, and which argument holds the payload (None: the result does). The payload is the
+# larger side: the gathered tensor of an all-gather, the unreduced input of a reduce-scatter.
+_OPS: dict[str, tuple[Kind, int | None]] = {
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::allgather_": ("all_gather", 0),
+    "c10d::allgather_coalesced_": ("all_gather", 0),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::allreduce_coalesced_": ("all_reduce", 0),
+    "c10d::alltoall_": ("all_to_all", 1),
+    "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::reduce_": ("reduce", 0),
+    "c10d::gather_": ("gather", 0),
+    "c10d::scatter_": ("scatter", 1),
+    "c10d::send": ("send", 0),
+    "c10d::recv_": ("recv", 0),
+    "c10d::recv_any_source_": ("recv", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", None),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", None),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", None),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", 0),
+    "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", 0),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
+    "_c10d_functional::broadcast": ("broadcast", 0),
+    "_c10d_functional::broadcast_": ("broadcast", 0),
+}
+# Ops of those namespaces that send no payload of a model.
+_SILENT = {
+    "c10d::barrier",
+    "c10d::monitored_barrier_",
+    "_c10d_functional::wait_tensor",
+    "_c10d_functional::_wrap_tensor_autograd",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective that this rank issued.
+
+    Attributes:
+        kind: What it does.
+        view: View of the mesh whose group it spans; `world` or `other` where none does.
+        ranks: Global ranks of that group.
+        payload_bytes: Bytes of its larger side: of the gathered tensor, or of the input to reduce.
+        dtype: Type of the elements.
+        phase: Whether it ran in forward or, called by autograd, in backward.
+        start_s: Seconds from the counter's start to the call.
+    """
+
+    kind: Kind
+    view: str
+    ranks: tuple[int, ...]
+    payload_bytes: int
+    dtype: torch.dtype
+    phase: Phase
+    start_s: float
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Records every collective of more than one rank while it is entered.
+
+    Attributes:
+        records: The collectives, in the order in which this rank issued them.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        """Starts with nothing counted.
+
+        Args:
+            mesh: The mesh whose views name the groups.
+        """
+        super().__init__()
+        self.mesh = mesh
+        self.records: list[Collective] = []
+        self._start_s = time.perf_counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Lets the op run and records it if it is a collective."""
+        if any(issubclass(each, torch.distributed.tensor.DTensor) for each in types):
+            # DTensor first turns itself into local ops and collectives, which come back here.
+            return NotImplemented
+        name = func.name().split(".")[0] if isinstance(func, torch._ops.OpOverload) else ""
+        if not name.startswith(("c10d::", "_c10d_functional::")) or name in _SILENT:
+            return func(*args, **(kwargs or {}))
+        if name not in _OPS:
+            raise NotImplementedError(f"the collective counter does not know {name}; add it to its table")
+        kind, position = _OPS[name]
+        start_s = time.perf_counter() - self._start_s
+        result = func(*args, **(kwargs or {}))
+        payload = list(_tensors(result if position is None else args[position]))
+        group = next(filter(None, map(_process_group, args)))
+        if group.size() > 1:
+            ranks = dist.get_process_group_ranks(group)
+            self.records.append(
+                Collective(
+                    kind=kind,
+                    view=self.mesh.view_of(ranks),
+                    ranks=tuple(ranks),
+                    payload_bytes=sum(tensor.numel() * tensor.element_size() for tensor in payload),
+                    dtype=payload[0].dtype,
+                    phase="backward" if _in_backward() else "forward",
+                    start_s=start_s,
+                )
+            )
+        return result
+
+    def payload_bytes(self) -> Counter[tuple[Kind, str]]:
+        """Payload in bytes by kind and view."""
+        return self._sum(lambda each: each.payload_bytes)
+
+    def counts(self) -> Counter[tuple[Kind, str]]:
+        """Number of collectives by kind and view."""
+        return self._sum(lambda each: 1)
+
+    def _sum(self, amount: Callable[[Collective], int]) -> Counter[tuple[Kind, str]]:
+        total: Counter[tuple[Kind, str]] = Counter()
+        for each in self.records:
+            total[each.kind, each.view] += amount(each)
+        return total
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _process_group(argument: Any) -> dist.ProcessGroup | None:
+    """The process group that an op's argument stands for, None for other arguments."""
+    if isinstance(argument, dist.ProcessGroup):
+        return argument
+    if isinstance(argument, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(argument)
+        except RuntimeError:
+            return None  # a ReduceOp
+    if isinstance(argument, str) and argument.isdigit():
+        # Private: functional collectives name their group, and no public call resolves the name.
+        group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(argument)
+        return group
+    return None
+
+
+def _in_backward() -> bool:
+    # Private: no public call tells whether autograd is running; the counter's tests fail if this changes.
+    return torch._C._current_graph_task_id() != -1

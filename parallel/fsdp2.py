@@ -1,0 +1,115 @@
+"""Shards parameters, gradients and optimizer state per parameter through `fully_shard`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from parallel.config import ParallelConfig, Precision, ReduceGradients
+from parallel.mesh import Mesh
+from parallel.plan import ParallelPlan, Unit
+
+
+class FullyShard:
+    """The `fsdp2` backend."""
+
+    wraps_before_materialize = True
+    # Reducing at once keeps only sharded gradients between micro-batches.
+    default_reduce_gradients: ReduceGradients = "every_micro_batch"
+
+    def wrap(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> nn.Module:
+        """Shards the model in place over the fsdp view, or over dp_replicate x fsdp for the hybrids."""
+        apply_fsdp2(
+            model,
+            mesh.hybrid if config.is_hybrid else mesh["fsdp"],
+            units=plan.units,
+            reshard_after_forward=config.resolved_strategy in ("full_shard", "hybrid_shard"),
+            precision=config.precision,
+        )
+        return model
+
+    def run_micro_batch(self, model: nn.Module, compute: Callable[[], None], *, reduce: bool, last: bool) -> None:
+        """Runs forward and backward of one micro-batch."""
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(reduce)
+            model.set_is_last_backward(last)
+        compute()
+
+    def reshard(self, model: nn.Module) -> None:
+        """Frees the unsharded parameters of every unit."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def apply_fsdp2(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    units: tuple[Unit, ...],
+    reshard_after_forward: bool,
+    precision: Precision,
+) -> None:
+    """Applies `fully_shard` to each unit, then to the root, which takes the parameters that are left.
+
+    Args:
+        model: The whole model, already split by tensor parallel where that is in use.
+        mesh: 1-D to shard, 2-D to replicate over the first dim and shard over the second.
+        units: Modules that are gathered together.
+        reshard_after_forward: Free a unit after its forward and gather it again in backward (ZeRO-3).
+        precision: Compute and reduce dtypes.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision.compute_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        # Casting inputs would also round the rotary tables; activations take the weights' dtype by themselves.
+        cast_forward_inputs=False,
+    )
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
+    for unit in units:
+        modules = [model.get_submodule(fqn) for fqn in unit.modules]
+        for module, fqn in zip(modules, unit.modules, strict=True):
+            _refuse_direct_forward(module, fqn)
+        shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=reshard_after_forward)
+    _refuse_direct_forward(model, type(model).__name__)
+    # The root is needed again as soon as backward starts, so by default it stays unsharded until then.
+    shard(model)
+    model.register_forward_hook(_reshard_after_evaluation)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Every axis sums (the loss is already divided by the global token count); gloo has no PREMUL_SUM.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _reshard_after_evaluation(model: nn.Module, _inputs: object, _output: object) -> None:
+    """Reshards a root that no backward will reshard; else an optimizer built next would hold dead parameters."""
+    if not torch.is_grad_enabled() and isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def _refuse_direct_forward(module: nn.Module, fqn: str) -> None:
+    """Makes `module.forward(...)` say what is wrong: it skips the hooks that gather the parameters."""
+    inner = module.forward
+    entered = False
+
+    def enter(_module: nn.Module, _inputs: object) -> None:
+        nonlocal entered
+        entered = True
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal entered
+        if not entered:
+            raise RuntimeError(
+                f"the parameters of {fqn} would be used while sharded; call the module itself, not its .forward()"
+            )
+        entered = False
+        return inner(*args, **kwargs)
+
+    module.register_forward_pre_hook(enter)
+    module.forward = forward  # type: ignore[method-assign]  # direct calls can only be seen here

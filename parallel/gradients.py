@@ -1,0 +1,107 @@
+"""The global gradient norm and clipping, on any mix of meshes and tensor kinds."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate
+from torch.nn.utils import get_total_norm
+
+from parallel.mesh import PARAMETER_VIEWS, Mesh
+
+
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], mesh: Mesh, max_norm: float | None, norm_type: float = 2.0
+) -> Tensor:
+    """Scales all gradients in place so that their global norm is at most `max_norm`.
+
+    Each element counts once, wherever it is sharded or replicated, and every rank gets the same norm.
+
+    Args:
+        parameters: Parameters whose gradients to clip.
+        mesh: The mesh on whose views they live.
+        max_norm: The largest norm allowed; None only measures.
+        norm_type: p of the norm, positive or infinity.
+
+    Returns:
+        The norm before clipping, a float64 scalar.
+
+    Raises:
+        ValueError: If max_norm or norm_type is not positive.
+    """
+    if norm_type <= 0 or (max_norm is not None and not max_norm > 0):
+        raise ValueError(f"max_norm={max_norm} and norm_type={norm_type} must be positive")
+    local = _local_gradients(parameters)
+    norm = _global_norm(local, mesh, norm_type)
+    if max_norm is not None:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradients in local.values():
+            # Private but stable: one launch for all tensors. Public clip_grads_with_norm_ would go through DTensor.
+            torch._foreach_mul_(gradients, factor)
+    return norm
+
+
+def sharded_views(tensor: Tensor) -> frozenset[str]:
+    """Names of the mesh dims along which a tensor is sharded; empty for a plain tensor.
+
+    Args:
+        tensor: A DTensor on a slice of a `Mesh`'s parameter dims, or a plain tensor.
+    """
+    if not isinstance(tensor, DTensor):
+        return frozenset()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    pairs = zip(names, tensor.placements, strict=True)
+    return frozenset(name for name, placement in pairs if not isinstance(placement, Replicate))
+
+
+def _local_gradients(parameters: Iterable[nn.Parameter]) -> dict[frozenset[str], list[Tensor]]:
+    """Local parts of the gradients, by the views that shard them."""
+    local: dict[frozenset[str], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor):
+            if any(isinstance(placement, Partial) for placement in gradient.placements):
+                gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+                parameter.grad = gradient
+            local[sharded_views(gradient)].append(gradient.to_local())
+        else:
+            local[frozenset()].append(gradient)
+    return local
+
+
+def _global_norm(local: dict[frozenset[str], list[Tensor]], mesh: Mesh, norm_type: float) -> Tensor:
+    """Reduces one scalar for each set of views over those views, then adds the sets up."""
+    infinite = norm_type == float("inf")
+    # All ranks must agree on the sets, or their collectives would not match; a pipeline stage or a rank with
+    # empty shards may lack one, so the sets are fixed rather than found.
+    sets = _possible_sets(mesh)
+    totals = torch.zeros(len(sets), dtype=torch.float64, device=mesh.device)
+    for index, views in enumerate(sets):
+        gradients = [gradient for gradient in local.get(views, []) if gradient.numel()]
+        if gradients:
+            norm = get_total_norm(gradients, norm_type).to(torch.float64)
+            totals[index] = norm if infinite else norm.pow(norm_type)
+    for view in PARAMETER_VIEWS[1:]:
+        if mesh.degree(view) == 1:
+            continue
+        slots = torch.tensor([view in views for views in sets], device=mesh.device)
+        part = totals[slots]
+        dist.all_reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.group(view))
+        totals[slots] = part
+    total = totals.max() if infinite else totals.sum()
+    if mesh.degree("pp") > 1:
+        dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.group("pp"))
+    return total if infinite else total.pow(1.0 / norm_type)
+
+
+def _possible_sets(mesh: Mesh) -> list[frozenset[str]]:
+    sets = [frozenset[str]()]
+    for view in ("fsdp", "tp"):
+        sets += [views | {view} for views in sets]
+    return sets
+

@@ -1,0 +1,163 @@
+"""Holds a ParallelConfig against a world size, a model's shape and a batch, before anything is built."""
+
+from dataclasses import replace
+
+from parallel.config import ParallelConfig
+from parallel.plan import ModelShape
+
+
+def resolve(config: ParallelConfig, world_size: int) -> ParallelConfig:
+    """Fills in `dp_shard=-1` and holds the product of degrees against the world.
+
+    Args:
+        config: The layout asked for.
+        world_size: Ranks of the job.
+
+    Returns:
+        The same layout with every degree positive.
+
+    Raises:
+        ValueError: If the degrees do not multiply to the world size.
+    """
+    others = config.pp * config.dp_replicate * config.cp * config.tp
+    degrees = f"pp={config.pp} x dp_replicate={config.dp_replicate} x cp={config.cp} x tp={config.tp}"
+    if config.data_parallel in ("none", "dp"):
+        if world_size != 1:
+            raise ValueError(f"data_parallel={config.data_parallel!r} is one process; the world has {world_size} ranks")
+        return replace(config, dp_shard=1)
+    if config.dp_shard == -1:
+        if world_size % others:
+            raise ValueError(
+                f"dp_shard=-1 takes the ranks that are left, but {world_size} ranks are not a multiple of "
+                f"{degrees} = {others}; legal world sizes here: multiples of {others}"
+            )
+        left = world_size // others
+        if config.data_parallel in ("ddp", "zero1"):
+            return replace(config, dp_replicate=config.dp_replicate * left, dp_shard=1)
+        return replace(config, dp_shard=left)
+    product = others * config.dp_shard
+    if product != world_size:
+        raise ValueError(
+            f"the degrees {degrees} x dp_shard={config.dp_shard} multiply to {product}, but the world has "
+            f"{world_size} ranks; start {product} ranks or change a degree (dp_shard=-1 takes what is left)"
+        )
+    return config
+
+
+def check_layout(config: ParallelConfig, shape: ModelShape, *, num_micro_batches: int | None = None) -> None:
+    """Holds a resolved layout against a model.
+
+    Args:
+        config: Layout with every degree positive, as `resolve` returns it.
+        shape: The model's counts and widths.
+        num_micro_batches: Micro-batches of a step, where known.
+
+    Raises:
+        ValueError: If the model cannot be split this way; the message lists the legal degrees.
+    """
+    for name in ("num_heads", "num_kv_heads", "feed_forward_width"):
+        _check_divides("tp", config.tp, name, getattr(shape, name), shape)
+    _check_experts(config, shape)
+    _check_pipeline(config, shape, num_micro_batches)
+    if config.cp_method == "ulysses":
+        split = config.tp * config.cp
+        if split > shape.num_heads or shape.num_heads % split:
+            raise ValueError(
+                f"ulysses splits heads: tp x cp = {config.tp} x {config.cp} = {split} must divide the model's "
+                f"{shape.num_heads} heads"
+            )
+
+
+def check_sequence_length(config: ParallelConfig, sequence_length: int) -> None:
+    """Holds the length of a batch's sequences against the axes that split them.
+
+    Args:
+        config: The layout.
+        sequence_length: Tokens of one row of a batch.
+
+    Raises:
+        ValueError: If the length does not divide; gloo would abort the process on uneven parts.
+    """
+    if config.tp > 1 and config.sequence_parallel and sequence_length % config.tp:
+        raise ValueError(
+            f"sequence_parallel splits the sequence over tp={config.tp} ranks, which must divide "
+            f"sequence_length={sequence_length}; nearest legal: {_neighbours(sequence_length, config.tp)}, "
+            "or sequence_parallel=False"
+        )
+    parts = config.cp * (2 if config.cp_method == "ring" else 1)
+    if config.cp > 1 and sequence_length % parts:
+        raise ValueError(
+            f"cp={config.cp} with cp_method={config.cp_method!r} splits the sequence into {parts} parts, which must "
+            f"divide sequence_length={sequence_length}; nearest legal: {_neighbours(sequence_length, parts)}"
+        )
+
+
+def check_built(config: ParallelConfig) -> None:
+    """Refuses what the config can say but no code does yet.
+
+    Raises:
+        ValueError: If an axis, backend or policy is not built yet.
+    """
+    waiting = {
+        "pp": config.pp > 1,
+        "cp": config.cp > 1,
+        "ep": config.ep > 1,
+        "data_parallel": config.data_parallel not in ("none", "fsdp2"),
+        "strategy": config.data_parallel == "fsdp2" and config.strategy == "no_shard",
+        "activation_checkpointing": config.activation_checkpointing != "none",
+        "compile": config.compile,
+        "cpu_offload": config.cpu_offload,
+        "prefetch": config.prefetch != 1,
+    }
+    asked = [f"{name}={getattr(config, name)!r}" for name, unbuilt in waiting.items() if unbuilt]
+    if asked:
+        raise ValueError(
+            f"not built yet: {', '.join(asked)}; today dp_replicate, dp_shard and tp work, with data_parallel "
+            "'fsdp2' (full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2) or 'none'"
+        )
+
+
+def _check_divides(axis: str, degree: int, name: str, count: int, shape: ModelShape) -> None:
+    if count % degree:
+        legal = [n for n in range(1, shape.num_kv_heads + 1) if not (shape.num_heads % n or shape.num_kv_heads % n
+                 or shape.feed_forward_width % n)]
+        raise ValueError(f"{axis}={degree} must divide {name}={count}; legal here: {legal}")
+
+
+def _check_experts(config: ParallelConfig, shape: ModelShape) -> None:
+    if config.ep == 1:
+        return
+    if shape.num_experts == 0:
+        raise ValueError(f"ep={config.ep} splits experts, but the model is dense; use ep=1")
+    if shape.num_experts % config.ep:
+        legal = [n for n in range(1, shape.num_experts + 1) if shape.num_experts % n == 0]
+        raise ValueError(f"ep={config.ep} must divide num_experts={shape.num_experts}; legal here: {legal}")
+    ranks = config.dp_shard * config.cp
+    if ranks % config.ep:
+        raise ValueError(
+            f"ep={config.ep} is carved out of dp_shard x cp = {config.dp_shard} x {config.cp} = {ranks} ranks and "
+            f"must divide them; legal here: {[n for n in range(1, ranks + 1) if ranks % n == 0]}"
+        )
+
+
+def _check_pipeline(config: ParallelConfig, shape: ModelShape, num_micro_batches: int | None) -> None:
+    if config.pp == 1:
+        return
+    stages_of_a_rank = 1 if config.schedule in ("gpipe", "1f1b") else 2
+    stages = config.pp * stages_of_a_rank
+    if shape.num_layers < stages:
+        raise ValueError(
+            f"schedule={config.schedule!r} on pp={config.pp} ranks needs at least {stages_of_a_rank} virtual stages a "
+            f"rank, {stages} stages in all, each with a block or more; the model has {shape.num_layers} blocks: "
+            f"pp can be at most {shape.num_layers // stages_of_a_rank}"
+        )
+    if num_micro_batches is not None and num_micro_batches < config.pp:
+        raise ValueError(
+            f"schedule={config.schedule!r} needs at least as many micro-batches as stages; got "
+            f"{num_micro_batches} micro-batches for pp={config.pp} stages"
+        )
+
+
+def _neighbours(length: int, parts: int) -> str:
+    below = length // parts * parts
+    return f"{below} or {below + parts}" if below else str(parts)

@@ -1,0 +1,80 @@
+"""Gives the parameters of a model on meta their values, which depend on the seed and on their names alone."""
+
+import hashlib
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from parallel.replicas import local_part, verify_replicas
+from parallel.tensor_parallel import tie
+from parallel.trained import Trained
+
+
+@runtime_checkable
+class InitializesParameters(Protocol):
+    """A model that knows the distribution of each of its parameters."""
+
+    def init_parameter(self, fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fills a whole float32 tensor in place.
+
+        Args:
+            fqn: The parameter's name in the whole model.
+            tensor: The tensor to fill.
+            generator: The only source of randomness to use, on the tensor's device.
+        """
+        ...
+
+
+def materialize(trained: Trained, seed: int = 0) -> None:
+    """Allocates the parameters on the mesh's device and draws their initial values.
+
+    Every rank draws each whole parameter from a generator seeded by (seed, fqn) and keeps its part, so values
+    are bitwise equal on every mesh of the same device type, and one parameter is held whole at a time.
+    Afterwards replicas are compared by hash.
+
+    Args:
+        trained: What `parallelize` returned.
+        seed: Seed of the run.
+
+    Raises:
+        TypeError: If the model has no `init_parameter`.
+        ValueError: If replicas differ afterwards.
+    """
+    model = trained.source
+    if not isinstance(model, InitializesParameters):
+        raise TypeError(
+            f"{type(model).__name__} has no init_parameter(fqn, tensor, generator), so its values cannot be drawn; "
+            "add that method, or load a checkpoint"
+        )
+    device = trained.mesh.device
+    model.to_empty(device=device)
+    tie(model, trained.plan.tied)
+    for fqn, parameter in trained.named_parameters().items():
+        whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+        generator = torch.Generator(device).manual_seed(seed_of(seed, fqn))
+        model.init_parameter(fqn, whole, generator)
+        _keep_part(parameter, whole)
+    trained.wrap_after_materialize()
+    verify_replicas(trained.named_parameters(), trained.mesh)
+
+
+def seed_of(seed: int, fqn: str) -> int:
+    """Seed of one parameter's generator.
+
+    Args:
+        seed: Seed of the run.
+        fqn: The parameter's name.
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed}:{fqn}".encode()).digest()[:7], "big")
+
+
+@torch.no_grad()
+def _keep_part(parameter: nn.Parameter, whole: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        # src_data_rank=None: every rank holds the whole tensor, so nothing needs to be sent.
+        split = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        local_part(parameter).copy_(split.to_local())
+    else:
+        parameter.copy_(whole)

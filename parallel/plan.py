@@ -1,0 +1,119 @@
+"""What a model declares about itself as data, so that `parallel` can split it without knowing it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+from torch import nn
+
+TensorParallelStyle = Literal["embedding", "gather_input", "colwise", "rowwise", "norm", "head_norm", "head"]
+"""How a module splits over the `tp` axis; `parallel/tensor_parallel.py` says what each one does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Counts and widths of a decoder; checks, ledger and planner compute from these and import no model."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    feed_forward_width: int
+    vocab_size: int
+    tied_embeddings: bool = False
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Modules whose parameters travel in one all-gather.
+
+    Attributes:
+        modules: Their fqns, in the order in which they run.
+        view: The view of the mesh that shards their parameters.
+    """
+
+    modules: tuple[str, ...]
+    view: str = "fsdp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A repeated layer.
+
+    Attributes:
+        fqn: Its name in the whole model.
+        cost: Forward FLOPs for one token, attention over the sequence left out.
+    """
+
+    fqn: str
+    cost: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """What a model says of itself.
+
+    Attributes:
+        shape: Counts and widths.
+        tensor_parallel: Style of each module that tensor parallelism touches; a key is an fqn in which
+            `*` stands for one name.
+        units: Sharding units besides the root, which takes what is left.
+        blocks: Repeated layers in the order in which they run.
+        tied: Groups of parameter fqns that are one parameter; the first is the canonical name.
+    """
+
+    shape: ModelShape
+    tensor_parallel: Mapping[str, TensorParallelStyle] = field(default_factory=dict)
+    units: tuple[Unit, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+
+    def check(self, model: nn.Module) -> None:
+        """Holds every name of the plan against the model.
+
+        Raises:
+            ValueError: If a key matches no module, a unit or block names none, a style is unknown, a module
+                stands in two units, or tied names are not one parameter.
+        """
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for pattern, style in self.tensor_parallel.items():
+            if style not in get_args(TensorParallelStyle):
+                raise ValueError(
+                    f"unknown tensor-parallel style {style!r} for {pattern!r}; legal: {get_args(TensorParallelStyle)}"
+                )
+            if not matching(pattern, modules):
+                raise ValueError(f"tensor-parallel key {pattern!r} matches no module of {type(model).__name__}")
+        in_units = [fqn for unit in self.units for fqn in unit.modules]
+        for fqn in in_units + [block.fqn for block in self.blocks]:
+            if fqn not in modules:
+                raise ValueError(f"the plan names {fqn!r}, but {type(model).__name__} has no such module")
+        twice = {fqn for fqn in in_units if in_units.count(fqn) > 1}
+        if twice:
+            raise ValueError(f"modules {sorted(twice)} stand in more than one sharding unit")
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for names in self.tied:
+            missing = [name for name in names if name not in parameters]
+            if missing:
+                raise ValueError(f"tied parameters {missing} do not exist in {type(model).__name__}")
+            if len({id(parameters[name]) for name in names}) != 1:
+                raise ValueError(f"the plan calls {names} tied, but in the model they are different parameters")
+
+
+def matching(pattern: str, fqns: Mapping[str, object]) -> list[str]:
+    """The fqns that a pattern names; `*` stands for one name between dots.
+
+    Args:
+        pattern: An fqn, such as `blocks.*.attention`.
+        fqns: Names to search.
+    """
+    parts = pattern.split(".")
+    return [
+        fqn
+        for fqn in fqns
+        if fqn.count(".") == pattern.count(".")
+        and all(fnmatchcase(name, part) for name, part in zip(fqn.split("."), parts, strict=True))
+    ]

@@ -1,0 +1,114 @@
+"""Forward and backward over the micro-batches of one step, scaled by the valid tokens of the global batch."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.batch import Batch
+
+if TYPE_CHECKING:
+    from parallel.trained import Trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step computed, equal on every rank.
+
+    Attributes:
+        loss_sum: Loss summed over the valid tokens of the global batch, in nats.
+        num_valid_tokens: Tokens that entered it.
+        skipped: Whether there was none, so that no gradient exists.
+    """
+
+    loss_sum: float
+    num_valid_tokens: int
+    skipped: bool = False
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per valid token, in nats; NaN if there was none."""
+        return self.loss_sum / self.num_valid_tokens if self.num_valid_tokens else float("nan")
+
+
+def forward_backward(trained: "Trained", micro_batches: Sequence[Batch]) -> StepResult:
+    """Computes the gradients of one step; see `Trained.forward_backward`."""
+    for parameter in trained.source.parameters():
+        parameter.grad = None
+    num_valid_tokens = _agree_on_tokens(trained, micro_batches)
+    if num_valid_tokens == 0:
+        warnings.warn("no token of the global batch is valid: this step computes no gradient", stacklevel=3)
+        return StepResult(loss_sum=0.0, num_valid_tokens=0, skipped=True)
+    reduce_each = (
+        trained.config.reduce_gradients or trained.backend.default_reduce_gradients
+    ) == "every_micro_batch"
+    losses: list[Tensor] = []
+
+    def compute(batch: Batch) -> None:
+        loss = _summed_loss(trained, batch)
+        losses.append(loss.detach())
+        (loss / num_valid_tokens).backward()  # type: ignore[no-untyped-call]
+
+    for index, batch in enumerate(micro_batches):
+        last = index == len(micro_batches) - 1
+        trained.backend.run_micro_batch(
+            trained.model, lambda batch=batch: compute(batch), reduce=reduce_each or last, last=last
+        )
+    return _total(trained, losses, num_valid_tokens)
+
+
+@torch.no_grad()
+def evaluate(trained: "Trained", micro_batches: Sequence[Batch]) -> StepResult:
+    """Computes the loss alone; see `Trained.evaluate`."""
+    num_valid_tokens = _agree_on_tokens(trained, micro_batches)
+    losses = [_summed_loss(trained, batch) for batch in micro_batches]
+    return _total(trained, losses, num_valid_tokens)
+
+
+def _summed_loss(trained: "Trained", batch: Batch) -> Tensor:
+    batch = batch.to(trained.mesh.device)
+    loss: Tensor = trained.model(
+        batch.tokens, positions=batch.positions, document_ids=batch.document_ids, labels=batch.labels
+    )
+    return loss
+
+
+def _agree_on_tokens(trained: "Trained", micro_batches: Sequence[Batch]) -> int:
+    """Counts the valid tokens of the global batch and makes sure that every rank can run the step.
+
+    A rank that raised alone would leave the others waiting in a collective, so refusals travel with the count.
+    """
+    problem: ValueError | None = None
+    try:
+        if not micro_batches:
+            raise ValueError("a step needs at least one micro-batch")
+        for batch in micro_batches:
+            trained.check_batch(batch)
+    except ValueError as error:
+        problem = error
+    device, number = trained.mesh.device, len(micro_batches)
+    tokens = sum((batch.num_valid_tokens.to(device) for batch in micro_batches), torch.zeros((), dtype=torch.int64))
+    shared = torch.tensor([0, int(problem is not None), number, number * number], device=device)
+    shared[0] = tokens
+    dist.all_reduce(shared, group=trained.mesh.group("loss"))
+    num_valid_tokens, num_refusals, numbers, squares = shared.tolist()
+    if problem is not None:
+        raise problem
+    if num_refusals:
+        raise ValueError(f"{num_refusals} other ranks refused their batches; their message says why")
+    if squares * trained.mesh.degree("loss") != numbers * numbers:
+        raise ValueError(
+            f"every rank must bring as many micro-batches; this one brought {number}, the mean over ranks is "
+            f"{numbers / trained.mesh.degree('loss'):.2f}: pad the short ones with batches whose labels are all ignored"
+        )
+    return int(num_valid_tokens)
+
+
+def _total(trained: "Trained", losses: list[Tensor], num_valid_tokens: int) -> StepResult:
+    total = torch.stack(losses).sum(dtype=torch.float64)
+    dist.all_reduce(total, group=trained.mesh.group("loss"))
+    return StepResult(loss_sum=total.item(), num_valid_tokens=num_valid_tokens)

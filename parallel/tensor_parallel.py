@@ -1,0 +1,135 @@
+"""Splits the modules that a plan names over the `tp` axis."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from parallel.plan import TensorParallelStyle, matching
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSplit:
+    """What a head needs to know of the split of its vocabulary, set on it as `tensor_parallel`.
+
+    Attributes:
+        group: Process group of the ranks that share the vocabulary.
+        rank: This rank's place in it.
+        degree: Ranks in it.
+        vocab_size: Entries of the whole vocabulary; rank r holds those from r * ceil(vocab_size / degree).
+        loss_parallel: Whether the loss works on split logits; False gathers them.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    degree: int
+    vocab_size: int
+    loss_parallel: bool
+
+
+class VocabularyParallelHead(ParallelStyle):
+    """Splits a head's weight along the vocabulary and hands it the whole sequence.
+
+    The head's gradient with respect to its input is a partial sum over the vocabulary; the layout of the
+    input decides how the ranks add it up (reduce-scatter under sequence parallel, all-reduce else).
+    """
+
+    def __init__(self, residual: Placement, loss_parallel: bool) -> None:
+        """Keeps the layout in which activations arrive.
+
+        Args:
+            residual: Placement of the activations between modules.
+            loss_parallel: Whether the loss works on split logits.
+        """
+        super().__init__()
+        self.residual, self.loss_parallel = residual, loss_parallel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = module.get_parameter("weight")
+        split = distribute_tensor(weight, device_mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(split, requires_grad=weight.requires_grad))
+        module.tensor_parallel = HeadSplit(  # type: ignore[assignment]  # nn.Module's setattr takes any value
+            group=device_mesh.get_group(),
+            rank=device_mesh.get_local_rank(),
+            degree=device_mesh.size(),
+            vocab_size=weight.shape[0],
+            loss_parallel=self.loss_parallel,
+        )
+
+        def gather(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            hidden = DTensor.from_local(inputs[0], device_mesh, [self.residual], run_check=False)
+            whole = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            return (whole, *inputs[1:])
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    styles: Mapping[str, TensorParallelStyle],
+    *,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+) -> None:
+    """Splits a model in place over the ranks of a 1-D mesh.
+
+    Args:
+        model: The whole model; parameters may be on meta.
+        mesh: The `tp` view.
+        styles: Style of each module, by fqn pattern.
+        sequence_parallel: Split activations between modules along the sequence.
+        loss_parallel: Keep logits split along the vocabulary in the loss.
+    """
+    residual: Placement = Shard(1) if sequence_parallel else Replicate()
+    makers: dict[TensorParallelStyle, Callable[[], Any]] = {
+        "embedding": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=residual),
+        # One gather serves all projections that read the same input; they see a DTensor.
+        "gather_input": lambda: PrepareModuleInput(
+            input_layouts=(residual,), desired_input_layouts=(Replicate(),), use_local_output=False
+        ),
+        "colwise": ColwiseParallel,
+        "rowwise": lambda: RowwiseParallel(output_layouts=residual),
+        # Without sequence parallel every rank normalises the same activations, so a plain module is right.
+        "norm": lambda: SequenceParallel(use_local_output=True) if sequence_parallel else None,
+        # Its weight is shared by heads that different ranks hold: as a DTensor split along heads, the
+        # gradient is known to be a partial sum.
+        "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+        "head": lambda: VocabularyParallelHead(residual, loss_parallel),
+    }
+    modules = dict(model.named_modules())
+    for pattern, style in styles.items():
+        for fqn in matching(pattern, modules):
+            parallel_style = makers[style]()
+            if parallel_style is not None:
+                parallelize_module(modules[fqn], mesh, parallel_style)
+
+
+def tie(model: nn.Module, tied: tuple[tuple[str, ...], ...]) -> None:
+    """Makes each group of names one parameter again, the one under the first name.
+
+    `parallelize_module` and `to_empty` make a parameter anew under each name that holds it, so tied ones
+    come apart in silence.
+
+    Args:
+        model: The whole model.
+        tied: Groups of parameter fqns.
+    """
+    for first, *others in tied:
+        parameter = model.get_parameter(first)
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, parameter)

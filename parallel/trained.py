@@ -1,0 +1,166 @@
+"""The object that training, evaluation and checkpoints use, whatever backend is beneath."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from parallel import gradients, step
+from parallel.backend import Backend
+from parallel.batch import Batch
+from parallel.config import ParallelConfig
+from parallel.layout import check_sequence_length
+from parallel.mesh import Mesh
+from parallel.plan import ParallelPlan
+
+
+class Trained:
+    """A model laid out on a mesh.
+
+    Attributes:
+        model: What to call; the backend may have wrapped it.
+        source: The model as its author wrote it, whose fqns name everything.
+        mesh: The mesh.
+        config: The layout with every degree resolved.
+        plan: What the model declared.
+        backend: The data-parallel backend.
+    """
+
+    def __init__(
+        self, source: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan, backend: Backend
+    ) -> None:
+        """Wraps the model where the backend takes it on meta.
+
+        Args:
+            source: The model, already split by tensor parallelism.
+            mesh: The mesh.
+            config: The layout with every degree resolved.
+            plan: What the model declares.
+            backend: The data-parallel backend.
+        """
+        self.source, self.mesh, self.config, self.plan, self.backend = source, mesh, config, plan, backend
+        self.model = source
+        if backend.wraps_before_materialize:
+            self.model = backend.wrap(source, mesh, config, plan)
+
+    def wrap_after_materialize(self) -> None:
+        """Wraps the model where the backend needs real values; `materialize` calls this."""
+        if not self.backend.wraps_before_materialize:
+            self.model = self.backend.wrap(self.source, self.mesh, self.config, self.plan)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The sharded parameters by fqn; tied ones once, under their canonical name."""
+        self.backend.reshard(self.model)
+        aliases = {name for names in self.plan.tied for name in names[1:]}
+        named = self.source.named_parameters(remove_duplicate=False)
+        return {fqn: parameter for fqn, parameter in named if fqn not in aliases}
+
+    def forward_backward(self, micro_batches: Sequence[Batch]) -> "step.StepResult":
+        """Computes the gradients of one step, starting from none.
+
+        The loss is the mean over the valid tokens of the global batch: of all micro-batches on all ranks.
+
+        Args:
+            micro_batches: This rank's part, as many on every rank.
+
+        Returns:
+            Summed loss and token count of the global batch, equal on every rank.
+
+        Raises:
+            ValueError: On every rank, if any rank's batches do not fit the layout.
+        """
+        return step.forward_backward(self, micro_batches)
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> "step.StepResult":
+        """Computes the loss alone; arguments, result and errors are those of `forward_backward`."""
+        return step.evaluate(self, micro_batches)
+
+    def clip_gradients(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
+        """Scales all gradients so that their global norm is at most `max_norm`.
+
+        Args:
+            max_norm: The largest norm allowed; None only measures.
+            norm_type: p of the norm, positive or infinity.
+
+        Returns:
+            The norm before clipping, a float64 scalar, equal on every rank.
+        """
+        return gradients.clip_gradients(self.named_parameters().values(), self.mesh, max_norm, norm_type)
+
+    def build_optimizer(self, factory: Callable[[dict[str, nn.Parameter]], Optimizer]) -> Optimizer:
+        """Builds an optimizer over the parameters as they are sharded.
+
+        Args:
+            factory: Makes it from the parameters by fqn, for example
+                `lambda named: torch.optim.AdamW(named.values(), lr=3e-4)`.
+
+        Returns:
+            What the factory made.
+
+        Raises:
+            ValueError: If it misses a trainable parameter or holds a foreign one.
+        """
+        optimizer = factory({fqn: each for fqn, each in self.named_parameters().items() if each.requires_grad})
+        self.check_optimizer(optimizer)
+        return optimizer
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Makes sure that an optimizer updates this model's parameters, all of them.
+
+        One built before `parallelize`, or from the unsharded parameters that an unfinished forward leaves,
+        would update nothing, without an error.
+
+        Args:
+            optimizer: The optimizer.
+
+        Raises:
+            ValueError: If it misses a trainable parameter or holds a foreign one.
+        """
+        named = self.named_parameters()
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        missing = [fqn for fqn, each in named.items() if each.requires_grad and id(each) not in held]
+        num_foreign = len(held - {id(each) for each in named.values()})
+        if missing or num_foreign:
+            raise ValueError(
+                f"the optimizer misses {len(missing)} trainable parameters ({', '.join(missing[:3])} ...) and holds "
+                f"{num_foreign} that are not this model's; build it after parallelize, through trained.build_optimizer"
+            )
+
+    @torch.no_grad()
+    def logits(
+        self, tokens: Tensor, *, positions: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the whole vocabulary, the same on every rank that was given the same tokens.
+
+        Every rank calls this together. Sequences are padded on the right where sequence parallel needs it.
+
+        Args:
+            tokens: Token ids, int64 [B, S].
+            positions: Position of each token in its document, int64 [B, S]; None counts from 0.
+            document_ids: Document of each token, int64 [B, S]; None: each row is one document.
+
+        Returns:
+            Logits [B, S, V].
+        """
+        length = tokens.shape[1]
+        multiple = self.config.tp if self.config.sequence_parallel else 1
+        missing = -length % multiple
+        inputs: dict[str, Tensor | None] = {"positions": positions, "document_ids": document_ids}
+        padded = {name: None if value is None else _pad(value, missing) for name, value in inputs.items()}
+        output = self.model(_pad(tokens, missing), **padded)
+        return (output.full_tensor() if isinstance(output, DTensor) else output)[:, :length]
+
+    def check_batch(self, batch: Batch) -> None:
+        """Holds one batch against the layout.
+
+        Raises:
+            ValueError: If its sequence length does not divide or a token is outside the vocabulary.
+        """
+        check_sequence_length(self.config, batch.tokens.shape[1])
+
+
+def _pad(ids: Tensor, amount: int) -> Tensor:
+    return nn.functional.pad(ids, (0, amount)) if amount else ids
+

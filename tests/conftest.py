@@ -1,0 +1,5 @@
+"""Settings of every test process."""
+
+import torch
+
+torch.set_num_threads(1)

@@ -1,0 +1,136 @@
+"""Ranks for tests: processes over gloo on this machine, forked once and shared between tests."""
+
+import atexit
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT_S = 60.0
+
+# A fork server forks ranks from a process that has imported torch and run nothing, so no thread pool of the
+# test process is inherited half-way.
+_context = get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "parallel"])
+_pools: dict[int, "_Pool"] = {}
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds the traceback of each rank that did."""
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """Calls a module-level function on every rank of a fresh default process group.
+
+    Args:
+        world_size: Number of ranks.
+        function: What to call; imported by name on the ranks.
+        args: Its arguments, pickled.
+        timeout_s: Seconds after which the ranks are killed.
+
+    Returns:
+        What it returned, by rank.
+
+    Raises:
+        RankError: If a rank raised, died or did not finish.
+    """
+    if world_size not in _pools:
+        _pools[world_size] = _Pool(world_size)
+    try:
+        outcomes = _pools[world_size].call(function, args, timeout_s)
+    except RankError:
+        _pools.pop(world_size).kill()
+        raise
+    failures = [f"rank {rank}:\n{text}" for rank, (failed, text) in enumerate(outcomes) if failed]
+    if failures:
+        _pools.pop(world_size).kill()
+        raise RankError("\n".join(failures))
+    return [value for _, value in outcomes]
+
+
+class _Pool:
+    """Processes that wait for functions to run."""
+
+    def __init__(self, world_size: int) -> None:
+        self.port = _free_port()
+        self.num_calls = 0
+        pipes = [_context.Pipe() for _ in range(world_size)]
+        self.connections = [ours for ours, _ in pipes]
+        self.processes = [
+            _context.Process(target=_serve, args=(rank, world_size, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process, (_, theirs) in zip(self.processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[tuple[bool, Any]]:
+        """Runs one function everywhere and returns (failed, result or traceback) by rank."""
+        port = _free_port()
+        for connection in self.connections:
+            connection.send_bytes(pickle.dumps((port, function, args)))
+        outcomes: dict[int, tuple[bool, Any]] = {}
+        while len(outcomes) < len(self.connections):
+            waiting = [each for rank, each in enumerate(self.connections) if rank not in outcomes]
+            ready = wait(waiting, timeout=timeout_s)
+            if not ready:
+                missing = sorted(set(range(len(self.connections))) - set(outcomes))
+                raise RankError(f"ranks {missing} did not finish in {timeout_s} s; the others: {outcomes}")
+            for connection in ready:
+                rank = self.connections.index(connection)  # type: ignore[arg-type]
+                try:
+                    outcomes[rank] = pickle.loads(self.connections[rank].recv_bytes())
+                except EOFError:
+                    self.processes[rank].join(5)
+                    outcomes[rank] = (True, f"died with exit code {self.processes[rank].exitcode}")
+                if outcomes[rank][0]:
+                    # The others may wait for this rank in a collective; give them a moment to notice.
+                    timeout_s = min(timeout_s, 10.0)
+        return [outcomes[rank] for rank in range(len(self.connections))]
+
+    def kill(self) -> None:
+        """Ends the processes at once."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, world_size: int, connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    while True:
+        try:
+            port, function, args = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        os.environ["MASTER_PORT"] = str(port)
+        try:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+            outcome = (False, function(*args))
+        except BaseException:
+            outcome = (True, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send_bytes(pickle.dumps(outcome))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@atexit.register
+def _end_pools() -> None:
+    for pool in _pools.values():
+        pool.kill()
