@@ -1,0 +1,86 @@
+"""AdamW, and which parameters its weight decay spares."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import AdamW
+
+from recipes.checks import check_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW.
+
+    Attributes:
+        lr: Peak learning rate; the schedule multiplies it.
+        betas: Decay of the running means of the gradient and of its square, per step.
+        eps: Added to the denominator of an update.
+        weight_decay: Decoupled decay of matrices, per step in units of the learning rate; norms and biases have none.
+        implementation: Kernels of the step: fused, foreach (several parameters at a time) or loop. None: torch chooses.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    implementation: Literal["fused", "foreach", "loop"] | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the ranges.
+
+        Raises:
+            ValueError: If a value is out of its range.
+        """
+        check_number("lr", self.lr, above=0)
+        check_number("eps", self.eps, above=0)
+        check_number("weight_decay", self.weight_decay)
+        if len(self.betas) != 2:
+            raise ValueError(f"betas={self.betas!r} must be two numbers")
+        for beta in self.betas:
+            check_number("beta", beta)
+            if beta >= 1:
+                raise ValueError(f"betas={self.betas!r} must both be less than 1")
+        if self.implementation not in (None, "fused", "foreach", "loop"):
+            raise ValueError(f"unknown implementation {self.implementation!r}; legal: fused, foreach, loop")
+
+
+def decay_groups(named_parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Optimizer groups: matrices decay, vectors (norms, biases) do not; frozen parameters are in none.
+
+    Args:
+        named_parameters: Parameters by fqn; one that has several names counts once.
+        weight_decay: Decay of the matrices.
+
+    Returns:
+        One group of matrices and one of vectors, in the order of the names; none that is empty.
+
+    Raises:
+        ValueError: If nothing is trainable.
+    """
+    distinct = {id(parameter): parameter for parameter in named_parameters.values() if parameter.requires_grad}
+    if not distinct:
+        raise ValueError(f"nothing to optimize: none of {len(named_parameters)} parameters is trainable")
+    groups = [
+        {"params": [each for each in distinct.values() if each.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [each for each in distinct.values() if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def adamw_factory(config: OptimizerConfig) -> Callable[[list[dict[str, Any]]], AdamW]:
+    """A function that builds AdamW from parameter groups, as `Trained.build_optimizer` takes it.
+
+    Args:
+        config: The hyperparameters.
+    """
+    kernels: dict[str, bool] = {}
+    if config.implementation is not None:
+        kernels = {name: config.implementation == name for name in ("fused", "foreach")}
+
+    def build(groups: list[dict[str, Any]]) -> AdamW:
+        return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **kernels)
+
+    return build
