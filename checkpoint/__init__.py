@@ -13,3 +13,11 @@ except ModuleNotFoundError as error:
     ) from None
 else:
     check_siblings(("checkpoint",))
+
+from checkpoint.files import read_manifest
+from checkpoint.manifest import Manifest
+from checkpoint.state import TrainState
+from checkpoint.steps import latest
+from checkpoint.store import load, save
+
+__all__ = ["Manifest", "TrainState", "latest", "load", "read_manifest", "save"]

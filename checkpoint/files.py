@@ -1,0 +1,79 @@
+"""Writes and reads the manifest of a folder, and makes changes of a folder last."""
+
+import os
+import stat
+from pathlib import Path
+
+from checkpoint.manifest import MANIFEST_NAME, Manifest
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the disk knows the names in a folder.
+
+    Raises:
+        OSError: If it cannot be opened or synced.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes manifest.json, which makes a folder complete; every other file is on disk by then.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    with open(folder / MANIFEST_NAME, "xb") as file:
+        file.write(manifest.to_text().encode())
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Reads the table of contents of one checkpoint and looks whether its files are there.
+
+    Args:
+        path: The folder of one step.
+
+    Raises:
+        ValueError: If it is no complete checkpoint; the message says what is wrong.
+    """
+    manifest = Manifest.from_text(read_text(Path(path)), str(Path(path) / MANIFEST_NAME))
+    check_files(Path(path), manifest)
+    return manifest
+
+
+def read_text(path: Path) -> str:
+    """The text of a folder's manifest.
+
+    Raises:
+        ValueError: If there is none, or it is not UTF-8.
+    """
+    manifest = path / MANIFEST_NAME
+    if not manifest.is_file() or manifest.is_symlink():
+        raise ValueError(f"{path} holds no {MANIFEST_NAME}, so it is no complete checkpoint")
+    try:
+        return manifest.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{manifest} is not UTF-8 text: {error}") from error
+
+
+def check_files(path: Path, manifest: Manifest) -> None:
+    """Holds a folder against its manifest.
+
+    Raises:
+        ValueError: If a file is missing, is a link or the like, or has another size.
+    """
+    for name, size in manifest.files.items():
+        try:
+            found = os.lstat(path / name)
+        except FileNotFoundError:
+            raise ValueError(f"{path / name} is missing; its checkpoint is not complete") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{path / name} is not a plain file; a checkpoint holds no links")
+        if found.st_size != size:
+            raise ValueError(f"{path / name} has {found.st_size} bytes, but the manifest says {size}; it is damaged")

@@ -1,0 +1,159 @@
+"""Reads an optimizer into canonical names and puts saved values back, without ever stepping it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from checkpoint.strict_json import Json, to_json
+
+PREFIX = "optimizer."
+
+SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Hyperparameters that say how a step is computed, not what it computes. They stay as the optimizer was built,
+because a loop that suits one layout (mixed plain tensors and DTensors, say) may not run on another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerState:
+    """An optimizer in canonical names.
+
+    Attributes:
+        tensors: `optimizer.<fqn>.<entry>` -> tensor; empty before the first step.
+        scalars: Same names -> state that is no tensor.
+        groups: Per group: `params`, the fqns in it, and `hyperparameters`.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    scalars: dict[str, Json] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
+    """Describes an optimizer as it is.
+
+    Args:
+        optimizer: Holds parameters of the model itself.
+        parameters: Canonical fqn -> parameter.
+
+    Raises:
+        ValueError: If the optimizer holds a parameter that the model does not have, or state that is neither a
+            tensor nor JSON.
+    """
+    state = OptimizerState()
+    fqns = {id(parameter): fqn for fqn, parameter in parameters.items()}
+    for index, group in enumerate(optimizer.param_groups):
+        foreign = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in fqns]
+        if foreign:
+            raise ValueError(
+                f"group {index} of the optimizer holds parameters of shapes {foreign} that are not the model's; "
+                "build the optimizer after parallelize"
+            )
+        hyperparameters = {key: value for key, value in group.items() if key != "params" and key not in SWITCHES}
+        state.groups.append(
+            {
+                "params": [fqns[id(parameter)] for parameter in group["params"]],
+                "hyperparameters": {
+                    key: to_json(value.item() if isinstance(value, Tensor) else value, f"optimizer group {index}.{key}")
+                    for key, value in hyperparameters.items()
+                },
+            }
+        )
+        for parameter in group["params"]:
+            # Not optimizer.state[...]: a defaultdict would create an entry.
+            for entry, value in optimizer.state.get(parameter, {}).items():
+                name = f"{PREFIX}{fqns[id(parameter)]}.{entry}"
+                if isinstance(value, Tensor):
+                    state.tensors[name] = value.detach()
+                else:
+                    state.scalars[name] = to_json(value, name)
+    return state
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """The fqn and the entry of `optimizer.<fqn>.<entry>`."""
+    fqn, _, entry = name.removeprefix(PREFIX).rpartition(".")
+    return fqn, entry
+
+
+def group_differences(saved: Any, current: list[dict[str, Any]]) -> list[str]:
+    """How the parameters of saved groups are split otherwise than an optimizer's now.
+
+    Args:
+        saved: `groups` of a manifest, trusted in nothing.
+        current: `groups` of the optimizer.
+
+    Returns:
+        One line for each parameter that stands in another group; empty if the groups match.
+    """
+    if not isinstance(saved, list) or not all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(isinstance(fqn, str) for fqn in group["params"])
+        and isinstance(group.get("hyperparameters"), dict)
+        for group in saved
+    ):
+        return ["the checkpoint's optimizer groups are malformed"]
+    before = {fqn: index for index, group in enumerate(saved) for fqn in group["params"]}
+    now = {fqn: index for index, group in enumerate(current) for fqn in group["params"]}
+    lines = [
+        f"{fqn}: group {before.get(fqn, 'none')} in the checkpoint, group {now.get(fqn, 'none')} in the optimizer"
+        for fqn in sorted(before.keys() | now.keys())
+        if before.get(fqn) != now.get(fqn)
+    ]
+    if not lines and len(saved) != len(current):
+        lines = [f"{len(saved)} groups in the checkpoint, {len(current)} in the optimizer"]
+    return lines
+
+
+def new_entry(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], parameter: nn.Parameter, group: Mapping[str, Any]
+) -> Tensor:
+    """Room for a saved entry that a fresh optimizer does not have yet.
+
+    Args:
+        name: `optimizer.<fqn>.<entry>`.
+        dtype: As saved.
+        shape: Global shape, as saved.
+        parameter: The parameter that it belongs to.
+        group: The parameter's group.
+
+    Returns:
+        A tensor placed like the parameter where it has its shape; otherwise a plain one. `step` lies on the CPU,
+        where optimizers read it, except for those that keep it on the device.
+    """
+    if split_name(name)[1] == "step":
+        on_device = group.get("capturable") or group.get("fused")
+        return torch.zeros(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+    if shape == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(shape, dtype=dtype, device=parameter.device)
+
+
+def attach(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    new_tensors: Mapping[str, Tensor],
+    scalars: Mapping[str, Any],
+    groups: Iterable[Mapping[str, Any]],
+) -> None:
+    """Hands an optimizer what was loaded for it.
+
+    Args:
+        optimizer: Its groups hold the same parameters as `groups`.
+        parameters: Canonical fqn -> parameter.
+        new_tensors: `optimizer.<fqn>.<entry>` -> filled tensor that it did not have.
+        scalars: `optimizer.<fqn>.<entry>` -> state that is no tensor.
+        groups: As saved.
+    """
+    for name, value in {**new_tensors, **scalars}.items():
+        fqn, entry = split_name(name)
+        optimizer.state[parameters[fqn]][entry] = value
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved["hyperparameters"].items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            elif key not in SWITCHES:
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value

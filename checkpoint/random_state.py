@@ -1,0 +1,68 @@
+"""Every rank's random-number generators, as tensors of a checkpoint."""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+PREFIX = "rng."
+
+
+def capture(rank: int) -> dict[str, Tensor]:
+    """Copies of a rank's generator states under their canonical names.
+
+    Args:
+        rank: This rank.
+
+    Returns:
+        uint8 tensors: the CPU generator's, and the current GPU's if one is in use.
+    """
+    states = {name(rank, "cpu"): torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states[name(rank, "cuda")] = torch.cuda.get_rng_state()
+    return states
+
+
+def name(rank: int, device_type: str) -> str:
+    """Canonical name of the state of one generator."""
+    return f"{PREFIX}rank-{rank}.{device_type}"
+
+
+def source_rank(rank: int, world_size: int, saved_world_size: int) -> int:
+    """The rank whose saved states a rank reads: its own, or 0 where the number of ranks changed."""
+    return rank if world_size == saved_world_size else 0
+
+
+def restore(states: Mapping[str, Tensor], rank: int, world_size: int, saved_world_size: int) -> None:
+    """Sets this rank's generators.
+
+    With as many ranks as saved, each goes on with its own sequence. With another number there is no such
+    sequence: every rank then seeds its generators with the first 8 bytes of SHA-256 over the saved CPU state of
+    rank 0 and its own rank, so that ranks differ and a repeated resume draws the same numbers. A GPU's generator
+    for which nothing was saved is seeded the same way.
+
+    Args:
+        states: What `source_rank` saved, by canonical name.
+        rank: This rank.
+        world_size: Ranks now.
+        saved_world_size: Ranks that saved.
+    """
+    source = source_rank(rank, world_size, saved_world_size)
+    same = world_size == saved_world_size
+    cpu, cuda = states[name(source, "cpu")], states.get(name(source, "cuda"))
+    # Not torch.manual_seed: it would also reseed generators of devices that are not this rank's.
+    if same:
+        torch.set_rng_state(cpu)
+    else:
+        torch.default_generator.manual_seed(_derived_seed(cpu, rank))
+    if torch.cuda.is_initialized():
+        if same and cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        else:
+            torch.cuda.manual_seed(_derived_seed(cpu, rank))
+
+
+def _derived_seed(state: Tensor, rank: int) -> int:
+    content = bytes(state.tolist()) + rank.to_bytes(8, "little")
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)

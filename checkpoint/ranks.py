@@ -1,0 +1,166 @@
+"""Makes all ranks leave an action that can fail the same way, with the same result or the same error."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one rank tells the others of its error; exceptions themselves do not always travel."""
+
+    kind: type[OSError] | type[ValueError] | type[RuntimeError]
+    message: str
+    errno: int | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """Describes an exception."""
+        if isinstance(error, OSError):
+            return cls(OSError, str(error), error.errno)
+        if isinstance(error, ValueError):
+            return cls(ValueError, str(error), None)
+        return cls(RuntimeError, f"{type(error).__name__}: {error}", None)
+
+
+class Ranks:
+    """The ranks that save or load together: all those of the default process group, or one process alone."""
+
+    def __init__(self) -> None:
+        """Looks whether there is a process group."""
+        self.is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self.is_distributed else 0
+        self.size = dist.get_world_size() if self.is_distributed else 1
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank does what only one may do."""
+        return self.rank == 0
+
+    def together(self, what: str, action: Callable[[], T]) -> T:
+        """Runs an action on every rank and goes on only if it succeeded on all.
+
+        Args:
+            what: The action in words that follow "could not", for the message.
+            action: Communicates with no other rank.
+
+        Returns:
+            This rank's result.
+
+        Raises:
+            OSError: If the first rank that failed met an error of the file system.
+            ValueError: If it met bad input.
+            RuntimeError: If it met anything else.
+        """
+        failure: Failure | None = None
+        cause: Exception | None = None
+        try:
+            result = action()
+        except Exception as error:
+            failure, cause = Failure.of(error), error
+        failures = {rank: each for rank, each in enumerate(self.gather(failure)) if each is not None}
+        if failures:
+            raise self.error(what, failures) from cause
+        return result
+
+    def on_coordinator(self, what: str, action: Callable[[], T]) -> T:
+        """Runs an action on one rank and hands its result, or its error, to all.
+
+        Args:
+            what: The action in words that follow "could not", for the message.
+            action: Communicates with no other rank.
+
+        Raises:
+            OSError: If it met an error of the file system.
+            ValueError: If it met bad input.
+            RuntimeError: If it met anything else.
+        """
+        outcome: list[T | Failure | None] = [None]
+        cause: Exception | None = None
+        if self.is_coordinator:
+            try:
+                outcome = [action()]
+            except Exception as error:
+                outcome, cause = [Failure.of(error)], error
+        if self.is_distributed:
+            dist.broadcast_object_list(outcome, src=0)
+        result = outcome[0]
+        if isinstance(result, Failure):
+            raise self.error(what, dict.fromkeys(range(self.size), result)) from cause
+        return cast(T, result)
+
+    def planned(self, what: str, action: Callable[[], T]) -> T:
+        """Runs a call of torch.distributed.checkpoint, which every rank leaves alike by itself.
+
+        Args:
+            what: The action in words that follow "could not", for the message.
+            action: Saves or loads.
+
+        Raises:
+            OSError: If the first rank that failed met an error of the file system.
+            ValueError: If it met bad input.
+            RuntimeError: If it met anything else.
+        """
+        try:
+            return action()
+        except CheckpointException as error:
+            failures = {rank: Failure.of(each) for rank, (each, _) in error.failures.items()}
+            raise self.error(what, failures) from error
+
+    def require_equal(self, digests: Mapping[str, str]) -> None:
+        """Refuses values that every rank must hold alike, because only one rank's are stored.
+
+        Args:
+            digests: Name of a value -> its hash.
+
+        Raises:
+            ValueError: If the ranks disagree; the message names the values and the ranks.
+        """
+        mine = dict(digests)
+        everyone = self.gather(mine)
+        first = everyone[0]
+        differing = {
+            name: ranks
+            for name in dict.fromkeys(name for each in everyone for name in each)
+            if (ranks := [rank for rank, each in enumerate(everyone) if each.get(name) != first.get(name)])
+        }
+        if differing:
+            listed = "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in differing.items())
+            raise ValueError(
+                f"a checkpoint stores one copy of what is not a tensor, but some ranks hold another one than rank 0: "
+                f"{listed}; keep them equal on all ranks"
+            )
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank."""
+        if not self.is_distributed:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return cast(list[T], values)
+
+    def error(self, what: str, failures: Mapping[int, Failure]) -> Exception:
+        """One exception for all ranks.
+
+        Args:
+            what: The action that failed, in words that follow "could not".
+            failures: Rank -> what it met.
+        """
+        by_message: dict[str, list[int]] = {}
+        for rank, failure in sorted(failures.items()):
+            by_message.setdefault(failure.message, []).append(rank)
+        first = failures[min(failures)]
+        if len(failures) == self.size and len(by_message) == 1:
+            details = first.message
+        else:
+            details = "; ".join(f"rank {', '.join(map(str, on))}: {text}" for text, on in by_message.items())
+        # Bad input speaks for itself; other errors do not say what they got in the way of.
+        exception = first.kind(details if first.kind is ValueError else f"could not {what}: {details}")
+        if isinstance(exception, OSError):
+            exception.errno = first.errno
+        return exception

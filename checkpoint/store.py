@@ -1,0 +1,138 @@
+"""Saves a training state from any mesh, and loads it onto any other."""
+
+import os
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+from checkpoint import files, steps
+from checkpoint.manifest import MANIFEST_NAME, Manifest
+from checkpoint.ranks import Ranks
+from checkpoint.restore import PARTS, Part, Restore
+from checkpoint.state import FlatState, TrainState, flatten
+from checkpoint.storage import ShardReader, ShardWriter
+
+
+def save(folder: str | os.PathLike[str], state: TrainState, keep: int | None = None) -> Path:
+    """Writes a checkpoint, of which nothing is to be seen before it is complete; all ranks call this together.
+
+    Every rank writes its own shards, replicated tensors are written once. The state is only read: the optimizer
+    is not stepped, no generator advances.
+
+    Args:
+        folder: Where the run keeps its checkpoints, the same on all ranks; made if it is not there.
+        state: What to save.
+        keep: How many complete checkpoints stay when the new one is there; None keeps all.
+
+    Returns:
+        The new checkpoint, `folder/step-<8 digits>`. One of the same step is replaced.
+
+    Raises:
+        OSError: If a file cannot be written on some rank; all ranks raise it and earlier checkpoints stand.
+        ValueError: If the state cannot be saved, or ranks differ in what is stored once.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep={keep} must be at least 1, or None to keep all checkpoints")
+    ranks, folder = Ranks(), Path(folder)
+    where = f"save {folder / steps.step_name(state.step)}"
+    flat = ranks.together(where, lambda: flatten(state, ranks.rank, ranks.size))
+    ranks.require_equal(flat.digests())
+    temporary = ranks.on_coordinator(where, lambda: steps.prepare(folder, state.step))
+    try:
+        ranks.planned(where, lambda: _write(temporary, flat, ranks))
+        written = ranks.on_coordinator(where, lambda: steps.publish(temporary, state.step))
+    except BaseException:
+        if ranks.is_coordinator:
+            steps.discard(temporary)
+        raise
+    if keep is not None:
+        what = f"remove checkpoints older than {written}, which is complete"
+        ranks.on_coordinator(what, partial(steps.prune, folder, keep, written))
+    return written
+
+
+def load(path: str | os.PathLike[str], state: TrainState, *, parts: Collection[Part] = PARTS) -> Manifest:
+    """Fills a training state in place, whatever mesh wrote the checkpoint; all ranks call this together.
+
+    Nothing of the state is changed unless all of the checkpoint fits it. An optimizer that has not stepped yet
+    gets the state that the checkpoint has. Every rank reads the slices that it needs.
+
+    Args:
+        path: One checkpoint, or the folder of a run, of which the latest is taken.
+        state: What to fill; its recipe is left alone.
+        parts: Parts to fill: `model`, `optimizer`, `progress` (step, num_tokens and all that is stateful), `rng`.
+
+    Returns:
+        The checkpoint's table of contents: the recipe and the layout that it was saved with, and so on.
+
+    Raises:
+        ValueError: If there is no complete checkpoint, or it does not fit the state: every entry that is missing,
+            unexpected, of another shape or another dtype is listed.
+        OSError: If a file cannot be read.
+    """
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise ValueError(f"unknown parts {unknown}; legal: {', '.join(PARTS)}")
+    ranks = Ranks()
+    found, text = ranks.on_coordinator(f"load {path}", lambda: _find(Path(path)))
+    where = f"load {found}"
+    manifest = ranks.together(where, lambda: Manifest.from_text(text, str(found / MANIFEST_NAME)))
+    restore = ranks.together(where, lambda: _checked(found, Restore(state, manifest, ranks, parts)))
+    targets = ranks.together(where, restore.tensors)
+    ranks.planned(where, lambda: _read(found, manifest, targets, ranks))
+    ranks.together(where, restore.finish)
+    return manifest
+
+
+def _write(folder: Path, flat: FlatState, ranks: Ranks) -> None:
+    with _one_process_is_meant():
+        dcp.save(
+            dict(flat.tensors),
+            storage_writer=ShardWriter(folder, flat.header, ranks.rank),
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=not ranks.is_distributed,
+        )
+
+
+def _read(folder: Path, manifest: Manifest, targets: dict[str, Tensor], ranks: Ranks) -> None:
+    with _one_process_is_meant():
+        dcp.load(
+            dict(targets),
+            storage_reader=ShardReader(folder, manifest),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=not ranks.is_distributed,
+        )
+
+
+def _find(path: Path) -> tuple[Path, str]:
+    """The checkpoint that a path means, and the text of its manifest."""
+    if not path.is_dir():
+        raise ValueError(f"there is no checkpoint: {path} is not a folder")
+    if (path / MANIFEST_NAME).exists():
+        files.read_manifest(path)
+        return path, files.read_text(path)
+    found = steps.latest(path)
+    if found is None:
+        raise ValueError(f"{path} holds no complete checkpoint (a folder step-<number> with {MANIFEST_NAME})")
+    return found, files.read_text(found)
+
+
+def _checked(path: Path, restore: Restore) -> Restore:
+    differences = restore.check().describe()
+    if differences:
+        raise ValueError(f"{path} does not fit the state to load; nothing was changed\n{differences}")
+    return restore
+
+
+@contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    """Silences torch's remark that there is no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
