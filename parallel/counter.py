@@ -14,7 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel.mesh import Mesh
 
 Kind = Literal[
-    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send", "recv"
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
 ]
 Phase = Literal["forward", "backward"]
 
@@ -170,7 +179,9 @@ def _process_group(argument: Any) -> dist.ProcessGroup | None:
             return None  # a ReduceOp
     if isinstance(argument, str) and argument.isdigit():
         # Private: functional collectives name their group, and no public call resolves the name.
-        group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(argument)
+        group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(
+            dist.distributed_c10d.GroupName(argument)
+        )
         return group
     return None
 

@@ -112,4 +112,4 @@ def _refuse_direct_forward(module: nn.Module, fqn: str) -> None:
         return inner(*args, **kwargs)
 
     module.register_forward_pre_hook(enter)
-    module.forward = forward  # type: ignore[method-assign]  # direct calls can only be seen here
+    module.forward = forward

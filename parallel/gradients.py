@@ -104,4 +104,3 @@ def _possible_sets(mesh: Mesh) -> list[frozenset[str]]:
     for view in ("fsdp", "tp"):
         sets += [views | {view} for views in sets]
     return sets
-

@@ -119,8 +119,11 @@ def check_built(config: ParallelConfig) -> None:
 
 def _check_divides(axis: str, degree: int, name: str, count: int, shape: ModelShape) -> None:
     if count % degree:
-        legal = [n for n in range(1, shape.num_kv_heads + 1) if not (shape.num_heads % n or shape.num_kv_heads % n
-                 or shape.feed_forward_width % n)]
+        legal = [
+            n
+            for n in range(1, shape.num_kv_heads + 1)
+            if not (shape.num_heads % n or shape.num_kv_heads % n or shape.feed_forward_width % n)
+        ]
         raise ValueError(f"{axis}={degree} must divide {name}={count}; legal here: {legal}")
 
 

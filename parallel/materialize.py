@@ -49,8 +49,7 @@ def materialize(trained: Trained, seed: int = 0) -> None:
             "add that method, or load a checkpoint"
         )
     device = trained.mesh.device
-    model.to_empty(device=device)
-    tie(model, trained.plan.tied)
+    _allocate(trained)
     for fqn, parameter in trained.named_parameters().items():
         whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         generator = torch.Generator(device).manual_seed(seed_of(seed, fqn))
@@ -58,6 +57,24 @@ def materialize(trained: Trained, seed: int = 0) -> None:
         _keep_part(parameter, whole)
     trained.wrap_after_materialize()
     verify_replicas(trained.named_parameters(), trained.mesh)
+
+
+def allocate(trained: Trained) -> None:
+    """Allocates the parameters on the mesh's device for values that a checkpoint brings; until then they are NaN.
+
+    Args:
+        trained: What `parallelize` returned.
+    """
+    _allocate(trained)
+    for parameter in trained.named_parameters().values():
+        # What a faulty load left out would then show at once.
+        local_part(parameter).fill_(float("nan"))
+    trained.wrap_after_materialize()
+
+
+def _allocate(trained: Trained) -> None:
+    trained.source.to_empty(device=trained.mesh.device)
+    tie(trained.source, trained.plan.tied)
 
 
 def seed_of(seed: int, fqn: str) -> int:

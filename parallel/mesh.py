@@ -103,6 +103,13 @@ class Mesh:
         names = [name for name in VIEWS if sorted(self.ranks(name)) == sorted(ranks)]
         return names[0] if names else ("world" if len(ranks) == self.size else "other")
 
+    def describe(self) -> str:
+        """The layout in a few words, such as `fsdp2 full_shard, dp_shard 2 x tp 2`."""
+        degrees = [f"{axis} {getattr(self.config, axis)}" for axis in AXES if getattr(self.config, axis) > 1]
+        backend = self.config.data_parallel
+        strategy = f" {self.config.resolved_strategy}" if backend in ("fsdp1", "fsdp2") else ""
+        return f"{backend}{strategy}, {' x '.join(degrees) or '1 rank'}"
+
     def crosses_nodes(self, view: str) -> bool:
         """Whether a group of this view spans more than one node."""
         return any(len({rank // self.ranks_per_node for rank in group}) > 1 for group in self.all_groups(view))

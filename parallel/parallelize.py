@@ -67,6 +67,6 @@ def _check_values(model: nn.Module, mesh: Mesh) -> None:
     apart = [fqn for fqn, differs in zip(real, (least != most).tolist(), strict=True) if differs]
     if apart:
         raise ValueError(
-            f"ranks hold different values of {len(apart)} parameters ({', '.join(apart[:3])} ...) and fully_shard never "
-            "broadcasts; seed every rank alike before building the model, or build it on meta and call materialize"
+            f"ranks hold different values of {len(apart)} parameters ({', '.join(apart[:3])} ...) and fully_shard "
+            "never broadcasts; seed every rank alike before building the model, or build it on meta and materialize it"
         )

@@ -37,8 +37,9 @@ def verify_replicas(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
         least, most = mine.clone(), mine.clone()
         dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.group(view))
         dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.group(view))
-        apart = (least != most).tolist()
-        differing.update({view: [fqn for fqn, differs in zip(names, apart, strict=True) if differs]} if any(apart) else {})
+        apart = [fqn for fqn, differs in zip(names, (least != most).tolist(), strict=True) if differs]
+        if apart:
+            differing[view] = apart
     anywhere = torch.tensor(int(bool(differing)), device=mesh.device)
     dist.all_reduce(anywhere, dist.ReduceOp.MAX)
     if anywhere.item():

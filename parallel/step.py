@@ -1,5 +1,6 @@
 """Forward and backward over the micro-batches of one step, scaled by the valid tokens of the global batch."""
 
+import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,20 +44,18 @@ def forward_backward(trained: "Trained", micro_batches: Sequence[Batch]) -> Step
     if num_valid_tokens == 0:
         warnings.warn("no token of the global batch is valid: this step computes no gradient", stacklevel=3)
         return StepResult(loss_sum=0.0, num_valid_tokens=0, skipped=True)
-    reduce_each = (
-        trained.config.reduce_gradients or trained.backend.default_reduce_gradients
-    ) == "every_micro_batch"
+    reduce_each = (trained.config.reduce_gradients or trained.backend.default_reduce_gradients) == "every_micro_batch"
     losses: list[Tensor] = []
 
     def compute(batch: Batch) -> None:
         loss = _summed_loss(trained, batch)
         losses.append(loss.detach())
-        (loss / num_valid_tokens).backward()  # type: ignore[no-untyped-call]
+        (loss / num_valid_tokens).backward()
 
     for index, batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
         trained.backend.run_micro_batch(
-            trained.model, lambda batch=batch: compute(batch), reduce=reduce_each or last, last=last
+            trained.model, functools.partial(compute, batch), reduce=reduce_each or last, last=last
         )
     return _total(trained, losses, num_valid_tokens)
 

@@ -129,9 +129,7 @@ class Trained:
             )
 
     @torch.no_grad()
-    def logits(
-        self, tokens: Tensor, *, positions: Tensor | None = None, document_ids: Tensor | None = None
-    ) -> Tensor:
+    def logits(self, tokens: Tensor, *, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         """Logits of the whole vocabulary, the same on every rank that was given the same tokens.
 
         Every rank calls this together. Sequences are padded on the right where sequence parallel needs it.
@@ -163,4 +161,3 @@ class Trained:
 
 def _pad(ids: Tensor, amount: int) -> Tensor:
     return nn.functional.pad(ids, (0, amount)) if amount else ids
-

@@ -1,0 +1,200 @@
+"""Says what to train and how to split it: the tree of configs that a run resolves to."""
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import recipes
+from models.registry import ModelConfig
+from parallel import ParallelConfig
+from parallel.layout import check_built, check_layout, check_sequence_length, resolve
+from recipes.checks import check_integer, check_number
+from recipes.data import DataConfig
+from recipes.optimizer import OptimizerConfig
+from recipes.schedule import ScheduleConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How long to train and on how much at a time.
+
+    Attributes:
+        steps: Optimizer steps of the run.
+        global_batch: Sequences of one step, over all ranks.
+        micro_batch: Sequences that one rank runs through the model at a time.
+        max_gradient_norm: Gradients are scaled down to this global norm; None measures it only.
+        seed: Seed of the initial parameters.
+        stored_dtype: Type in which parameters and optimizer state are kept.
+        evaluate_every: Optimizer steps between evaluations on held-out text, beside the one at the end; 0: only that.
+        evaluation_sequences: Held-out sequences of an evaluation; 0 takes all.
+    """
+
+    steps: int
+    global_batch: int = 32
+    micro_batch: int = 8
+    max_gradient_norm: float | None = 1.0
+    seed: int = 0
+    stored_dtype: Literal["float32", "float64"] = "float32"
+    evaluate_every: int = 100
+    evaluation_sequences: int = 256
+
+    def __post_init__(self) -> None:
+        """Checks the ranges.
+
+        Raises:
+            ValueError: If a value is out of its range.
+        """
+        for name in ("steps", "global_batch", "micro_batch"):
+            check_integer(name, getattr(self, name), minimum=1)
+        for name in ("seed", "evaluate_every", "evaluation_sequences"):
+            check_integer(name, getattr(self, name), minimum=0)
+        if self.max_gradient_norm is not None:
+            check_number("max_gradient_norm", self.max_gradient_norm, above=0)
+        if self.stored_dtype not in ("float32", "float64"):
+            raise ValueError(f"unknown stored_dtype {self.stored_dtype!r}; legal: float32, float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """What a run leaves behind, and where.
+
+    Attributes:
+        folder: Folder of the run: checkpoints/ and metrics.jsonl. A run resumes from the newest checkpoint in it.
+        save_every: Optimizer steps between checkpoints, beside the one at the end; 0: only that.
+        keep: Newest checkpoints that are kept; 0 keeps all.
+        log_every: Optimizer steps between lines on the console.
+    """
+
+    folder: str
+    save_every: int = 100
+    keep: int = 2
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        """Checks the ranges.
+
+        Raises:
+            ValueError: If a value is out of its range.
+        """
+        for name in ("save_every", "keep"):
+            check_integer(name, getattr(self, name), minimum=0)
+        check_integer("log_every", self.log_every, minimum=1)
+        if not self.folder.strip():
+            raise ValueError("output folder is empty; name a folder for checkpoints and metrics")
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go."""
+        return Path(self.folder) / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """Where the lines of metrics go."""
+        return Path(self.folder) / "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What to train and how to split it.
+
+    Attributes:
+        name: Name of the recipe.
+        model: Shape of the model.
+        parallel: How it is split over ranks.
+        data: Text, and how it is cut and ordered.
+        optimizer: AdamW.
+        schedule: Learning rate over the run.
+        training: How long, and how much at a time.
+        output: What the run leaves behind.
+    """
+
+    name: str
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    training: TrainingConfig
+    output: OutputConfig
+
+    def check(self, world_size: int) -> None:
+        """Checks all that can be known before a rank starts.
+
+        Args:
+            world_size: Ranks of the job.
+
+        Raises:
+            ValueError: If the recipe cannot run on that many ranks.
+        """
+        resolved = resolve(self.parallel, world_size)
+        check_layout(resolved, self.model.shape)
+        check_sequence_length(resolved, self.data.sequence_length)
+        check_built(resolved)
+
+    def to_json(self) -> dict[str, Any]:
+        """The recipe as JSON can hold it."""
+        return asdict(self)
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that come with the package."""
+    return sorted(each.name for each in pkgutil.iter_modules(recipes.__path__) if each.name.startswith("llama_"))
+
+
+def find_recipe(name: str) -> Recipe:
+    """A recipe by name, or from a Python file of the user's own.
+
+    Args:
+        name: A name of `recipe_names`, or the path of a file that ends in .py; its function `recipe()` is called.
+
+    Raises:
+        ValueError: If there is no such recipe or file, or the file does not make one.
+    """
+    if name.endswith(".py"):
+        module = _import_file(Path(name))
+    elif name in recipe_names():
+        module = importlib.import_module(f"recipes.{name}")
+    else:
+        raise ValueError(f"unknown recipe {name!r}; legal: {', '.join(recipe_names())}, or the path of a .py file")
+    make: Callable[[], object] | None = getattr(module, "recipe", None)
+    made = make() if callable(make) else None
+    if not isinstance(made, Recipe):
+        raise ValueError(f"{name} must define a function recipe() that returns a Recipe")
+    return made
+
+
+def from_json(values: Mapping[str, Any]) -> Recipe:
+    """The recipe that `to_json` wrote, as a checkpoint holds it.
+
+    Args:
+        values: What `to_json` gave.
+
+    Raises:
+        ValueError: If it is not one of this version.
+    """
+    # Read only by commands that open a checkpoint.
+    import cattrs
+
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    converter.register_structure_hook(ModelConfig, lambda value, _: _model_config(converter, value))
+    try:
+        return converter.structure(dict(values), Recipe)
+    except Exception as error:
+        lines = "; ".join(cattrs.transform_error(error)) if isinstance(error, ExceptionGroup) else str(error)
+        raise ValueError(f"the checkpoint's recipe does not fit this version of meshwright: {lines}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"there is no recipe file {str(path)!r}")
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    if specification is None or specification.loader is None:
+        raise ValueError(f"{str(path)!r} cannot be imported")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
