@@ -1,0 +1,1 @@
+"""Layers that the models of this folder are put together from."""

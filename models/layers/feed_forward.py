@@ -1,0 +1,30 @@
+"""Gated feed-forward layer with the SwiGLU non-linearity."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate(x)) * up(x)).
+
+    Args:
+        width: Width of the residual stream.
+        hidden_width: Width between the projections.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer".
+    """
+
+    def __init__(self, width: int, hidden_width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden_width, bias=False)
+        self.up_proj = nn.Linear(width, hidden_width, bias=False)
+        self.down_proj = nn.Linear(hidden_width, width, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """What is added to the residual stream, [B, S, D].
+
+        Args:
+            x_BSD: Normalized residual stream, [B, S, D].
+        """
+        out_BSD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+        return out_BSD

@@ -1,0 +1,43 @@
+"""What a LLaMA-style model declares about itself for `parallel`."""
+
+from models.llama.config import LlamaConfig
+from parallel.plan import Block, ParallelPlan, TensorParallelStyle, Unit
+
+
+def llama_plan(config: LlamaConfig) -> ParallelPlan:
+    """The plan of a whole model.
+
+    Args:
+        config: Shape of the model.
+    """
+    styles: dict[str, TensorParallelStyle] = {
+        "embed": "embedding",
+        "blocks.*.attention_norm": "norm",
+        "blocks.*.attention": "gather_input",
+        "blocks.*.attention.q_proj": "colwise",
+        "blocks.*.attention.k_proj": "colwise",
+        "blocks.*.attention.v_proj": "colwise",
+        "blocks.*.attention.o_proj": "rowwise",
+        "blocks.*.feed_forward_norm": "norm",
+        "blocks.*.feed_forward": "gather_input",
+        "blocks.*.feed_forward.gate_proj": "colwise",
+        "blocks.*.feed_forward.up_proj": "colwise",
+        "blocks.*.feed_forward.down_proj": "rowwise",
+        "norm": "norm",
+        "head": "head",
+    }
+    if config.qk_norm:
+        styles |= {"blocks.*.attention.q_norm": "head_norm", "blocks.*.attention.k_norm": "head_norm"}
+    fqns = [f"blocks.{index}" for index in range(config.num_layers)]
+    units = tuple(Unit(modules=(fqn,)) for fqn in fqns)
+    if not config.tied_embeddings:
+        # A tied weight cannot be in two units, so embedding and head then stay in the root.
+        units = (Unit(modules=("embed",)), *units, Unit(modules=("norm", "head")))
+    cost = 2.0 * config.num_matmul_parameters_per_block
+    return ParallelPlan(
+        shape=config.shape,
+        tensor_parallel=styles,
+        units=units,
+        blocks=tuple(Block(fqn=fqn, cost=cost) for fqn in fqns),
+        tied=(("embed.weight", "head.weight"),) if config.tied_embeddings else (),
+    )
