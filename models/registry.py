@@ -6,11 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from models.config import ModelConfig
 from models.llama import Llama, LlamaConfig, from_hub_name, llama_plan, to_hub_name
 from parallel.plan import ParallelPlan
-
-ModelConfig = LlamaConfig
-"""Config of any family: a union as soon as there are two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +16,7 @@ class ModelFamily:
     """What the rest of the toolkit needs of a family of models.
 
     Attributes:
+        name: Its name in recipes and checkpoints.
         config: Class of its configs.
         build: Makes its module of a config; the module fills parameters through its `init_parameter`.
         plan: Gives the parallel plan of a config.
@@ -25,6 +24,7 @@ class ModelFamily:
         from_hub_name: Translates back.
     """
 
+    name: str
     config: type[ModelConfig]
     build: Callable[[Any], nn.Module]
     plan: Callable[[Any], ParallelPlan]
@@ -32,11 +32,17 @@ class ModelFamily:
     from_hub_name: Callable[[str], str]
 
 
-FAMILIES = {
-    "llama": ModelFamily(
-        config=LlamaConfig, build=Llama, plan=llama_plan, to_hub_name=to_hub_name, from_hub_name=from_hub_name
+_ALL = (
+    ModelFamily(
+        name="llama",
+        config=LlamaConfig,
+        build=Llama,
+        plan=llama_plan,
+        to_hub_name=to_hub_name,
+        from_hub_name=from_hub_name,
     ),
-}
+)
+FAMILIES = {each.name: each for each in _ALL}
 """Families by name."""
 
 

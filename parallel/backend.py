@@ -25,14 +25,13 @@ class Backend(Protocol):
         """Shards or wraps the model; gradients of the result are summed, never averaged, over ranks."""
         ...
 
-    def run_micro_batch(self, model: nn.Module, compute: Callable[[], None], *, reduce: bool, last: bool) -> None:
+    def run_micro_batch(self, model: nn.Module, compute: Callable[[], None], *, reduce: bool) -> None:
         """Runs forward and backward of one micro-batch.
 
         Args:
             model: What `wrap` returned.
             compute: Runs forward and backward.
             reduce: Whether gradients are summed over ranks in this micro-batch.
-            last: Whether this is the last micro-batch of the step.
         """
         ...
 

@@ -32,11 +32,12 @@ class FullyShard:
         )
         return model
 
-    def run_micro_batch(self, model: nn.Module, compute: Callable[[], None], *, reduce: bool, last: bool) -> None:
+    def run_micro_batch(self, model: nn.Module, compute: Callable[[], None], *, reduce: bool) -> None:
         """Runs forward and backward of one micro-batch."""
         if isinstance(model, FSDPModule):
+            # Every backward counts as the last one: otherwise fully_shard keeps its record of the forward order
+            # across micro-batches, and the end of one backward prefetches a unit that nothing needs.
             model.set_requires_gradient_sync(reduce)
-            model.set_is_last_backward(last)
         compute()
 
     def reshard(self, model: nn.Module) -> None:

@@ -10,7 +10,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
 from torch.nn.utils import get_total_norm
 
-from parallel.mesh import PARAMETER_VIEWS, Mesh
+from parallel.mesh import Mesh
+
+SHARDING_VIEWS = ("fsdp", "tp")
+"""Views along which one parameter may be sharded; along the others it is replicated."""
 
 
 def clip_gradients(
@@ -86,7 +89,7 @@ def _global_norm(local: dict[frozenset[str], list[Tensor]], mesh: Mesh, norm_typ
         if gradients:
             norm = get_total_norm(gradients, norm_type).to(torch.float64)
             totals[index] = norm if infinite else norm.pow(norm_type)
-    for view in PARAMETER_VIEWS[1:]:
+    for view in SHARDING_VIEWS:
         if mesh.degree(view) == 1:
             continue
         slots = torch.tensor([view in views for views in sets], device=mesh.device)
@@ -101,6 +104,6 @@ def _global_norm(local: dict[frozenset[str], list[Tensor]], mesh: Mesh, norm_typ
 
 def _possible_sets(mesh: Mesh) -> list[frozenset[str]]:
     sets = [frozenset[str]()]
-    for view in ("fsdp", "tp"):
+    for view in SHARDING_VIEWS:
         sets += [views | {view} for views in sets]
     return sets

@@ -28,7 +28,7 @@ class OneProcess:
             )
         return model
 
-    def run_micro_batch(self, model: nn.Module, compute: Callable[[], None], *, reduce: bool, last: bool) -> None:
+    def run_micro_batch(self, model: nn.Module, compute: Callable[[], None], *, reduce: bool) -> None:
         """Runs forward and backward of one micro-batch."""
         compute()
 

@@ -54,9 +54,7 @@ def forward_backward(trained: "Trained", micro_batches: Sequence[Batch]) -> Step
 
     for index, batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
-        trained.backend.run_micro_batch(
-            trained.model, functools.partial(compute, batch), reduce=reduce_each or last, last=last
-        )
+        trained.backend.run_micro_batch(trained.model, functools.partial(compute, batch), reduce=reduce_each or last)
     return _total(trained, losses, num_valid_tokens)
 
 

@@ -116,6 +116,13 @@ def apply_tensor_parallel(
             parallel_style = makers[style]()
             if parallel_style is not None:
                 parallelize_module(modules[fqn], mesh, parallel_style)
+            if style == "embedding":
+                # Else blocks would start from a view of a collective's result, which fully_shard warns of.
+                modules[fqn].register_forward_hook(_copy_output)
+
+
+def _copy_output(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+    return output.clone()
 
 
 def tie(model: nn.Module, tied: tuple[tuple[str, ...], ...]) -> None:

@@ -46,7 +46,13 @@ def parse_train(arguments: list[str] | None = None) -> TrainCommand:
         fail(ValueError(f"the first word must be a recipe, got {name!r}; {usage}; {listing}"), debug=debug)
     try:
         default = TrainCommand(recipe=find_recipe(name))
-        command = tyro.cli(TrainCommand, default=default, args=overrides, prog=f"python -m recipes.train {name}")
+        command = tyro.cli(
+            TrainCommand,
+            default=default,
+            args=overrides,
+            prog=f"python -m recipes.train {name}",
+            config=(tyro.conf.AvoidSubcommands,),
+        )
         command.recipe.check(world_size_to_come(command.nproc))
     except (ValueError, OSError) as error:
         fail(error, debug=debug)

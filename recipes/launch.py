@@ -182,7 +182,7 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_proces
 
 def _report(failure: "ProcessFailure", debug: bool) -> NoReturn:
     """Prints why a rank failed, and exits."""
-    details = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
+    details: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
     if debug and "extraInfo" in details:
         print(details["extraInfo"]["py_callstack"], file=sys.stderr)
     message = details["message"].removeprefix("ValueError: ").removeprefix("OSError: ")

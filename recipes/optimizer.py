@@ -70,8 +70,8 @@ def decay_groups(named_parameters: Mapping[str, nn.Parameter], weight_decay: flo
     return [group for group in groups if group["params"]]
 
 
-def adamw_factory(config: OptimizerConfig) -> Callable[[list[dict[str, Any]]], AdamW]:
-    """A function that builds AdamW from parameter groups, as `Trained.build_optimizer` takes it.
+def adamw_factory(config: OptimizerConfig) -> Callable[[Mapping[str, nn.Parameter]], AdamW]:
+    """A function that builds AdamW from parameters by fqn, as `Trained.build_optimizer` takes it.
 
     Args:
         config: The hyperparameters.
@@ -80,7 +80,8 @@ def adamw_factory(config: OptimizerConfig) -> Callable[[list[dict[str, Any]]], A
     if config.implementation is not None:
         kernels = {name: config.implementation == name for name in ("fused", "foreach")}
 
-    def build(groups: list[dict[str, Any]]) -> AdamW:
+    def build(named_parameters: Mapping[str, nn.Parameter]) -> AdamW:
+        groups = decay_groups(named_parameters, config.weight_decay)
         return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **kernels)
 
     return build

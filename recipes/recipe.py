@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import Any, Literal
 
 import recipes
-from models.registry import ModelConfig
+from models.config import ModelConfig
+from models.registry import family, family_of
 from parallel import ParallelConfig
 from parallel.layout import check_built, check_layout, check_sequence_length, resolve
 from recipes.checks import check_integer, check_number
@@ -137,8 +138,9 @@ class Recipe:
         check_built(resolved)
 
     def to_json(self) -> dict[str, Any]:
-        """The recipe as JSON can hold it."""
-        return asdict(self)
+        """The recipe as JSON can hold it; the model's config with the name of its family."""
+        values = asdict(self)
+        return values | {"model": {"family": family_of(self.model).name} | values["model"]}
 
 
 def recipe_names() -> list[str]:
@@ -181,7 +183,12 @@ def from_json(values: Mapping[str, Any]) -> Recipe:
     import cattrs
 
     converter = cattrs.Converter(forbid_extra_keys=True)
-    converter.register_structure_hook(ModelConfig, lambda value, _: _model_config(converter, value))
+
+    def model_config(value: dict[str, Any], _: object) -> ModelConfig:
+        fields = dict(value)
+        return converter.structure(fields, family(fields.pop("family")).config)
+
+    converter.register_structure_hook_func(lambda kind: kind is ModelConfig, model_config)
     try:
         return converter.structure(dict(values), Recipe)
     except Exception as error:

@@ -15,7 +15,7 @@ from models.registry import family_of
 from parallel import Batch, Mesh, Trained, build_mesh, materialize, parallelize
 from parallel.materialize import allocate
 from recipes.command import parse_train
-from recipes.data import DataStream, TextData, evaluation_batches, load_data
+from recipes.data import DataStream, TextData, evaluation_batches, load_dataset
 from recipes.launch import run
 from recipes.metrics import EvaluationMetrics, MetricsFile, Reporter, StepMetrics, peak_bytes
 from recipes.optimizer import adamw_factory
@@ -65,7 +65,7 @@ def train(recipe: Recipe) -> TrainSummary:
     """
     mesh, ranks, training = build_mesh(recipe.parallel), Ranks(), recipe.training
     trained = build_model(recipe, mesh)
-    text = ranks.together("read the text", lambda: load_data(recipe.data))
+    text = ranks.together("read the text", lambda: load_dataset(recipe.data))
     stream = _stream(recipe, text, mesh)
     found = ranks.on_coordinator("look for a checkpoint", lambda: latest(recipe.output.checkpoints))
     if found is None:

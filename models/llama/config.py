@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
+from models.config import ModelConfig
 from models.layers.rotary import RotaryScaling
 from parallel.plan import ModelShape
 
@@ -10,7 +11,7 @@ _POSITIVE = ("num_layers", "width", "num_heads", "num_kv_heads", "feed_forward_w
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
+class LlamaConfig(ModelConfig):
     """What a LLaMA-style decoder is made of; the defaults are the preset `debug`.
 
     Attributes:

@@ -1,0 +1,197 @@
+"""What one step sends, held against figures that follow from the layout alone."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from models.layers.loss import CHUNK_TOKENS
+from models.llama.config import LlamaConfig
+from parallel import CollectiveCounter, ParallelConfig, build_mesh
+from tests.parallel.small_model import CONFIG, GLOBAL_BATCH, SEQUENCE_LENGTH, batches, build
+from tests.ranks import run_ranks
+
+Figures = Counter[tuple[str, str, str, int]]
+"""How often a (kind, view, phase, payload in bytes) occurs."""
+
+FLOAT = 8  # the small model is float64
+D, V, L = CONFIG.width, CONFIG.vocab_size, CONFIG.num_layers
+EMBED = V * D * FLOAT
+BLOCK = (CONFIG.num_matmul_parameters_per_block + 2 * D) * FLOAT
+HEAD = (V * D + D) * FLOAT
+UNITS = [EMBED, *[BLOCK] * L, HEAD]
+COUNT = 4 * 8  # valid tokens, refusals, micro-batches and their square, int64
+LOSS = 8  # the summed loss, float64
+
+
+def figures(items: list[tuple[str, str, str, int]]) -> Figures:
+    return Counter(items)
+
+
+def step_scalars(view: str) -> list[tuple[str, str, str, int]]:
+    """Each step agrees on its token count before, and on its loss after."""
+    return [("all_reduce", view, "forward", COUNT), ("all_reduce", view, "forward", LOSS)]
+
+
+def full_shard(view: str) -> list[tuple[str, str, str, int]]:
+    """A unit is gathered in forward, freed, gathered again in backward, and its gradient reduce-scattered."""
+    return [
+        *[("all_gather", view, phase, unit) for phase in ("forward", "backward") for unit in UNITS],
+        *[("reduce_scatter", view, "backward", unit) for unit in UNITS],
+    ]
+
+
+def shard_grad_op(view: str) -> list[tuple[str, str, str, int]]:
+    """A unit stays gathered from forward to backward, so it is gathered once."""
+    return [each for each in full_shard(view) if each[:3] != ("all_gather", view, "backward")]
+
+
+def tensor_parallel(split: bool, loss_parallel: bool) -> list[tuple[str, str, str, int]]:
+    """What tp=2 sends for one micro-batch; `split` for sequence parallel."""
+    hidden = GLOBAL_BATCH * SEQUENCE_LENGTH * D * FLOAT
+    tokens = GLOBAL_BATCH * SEQUENCE_LENGTH
+    gather, scatter = ("all_gather", "reduce_scatter") if split else (None, "all_reduce")
+    forward: list[tuple[str | None, str, str, int]] = [
+        # The embedding looks up its part of the vocabulary; the ranks' partial rows are added.
+        (scatter, "tp", "forward", hidden),
+        # Attention and feed-forward each need the whole sequence, and add up their outputs.
+        *[(kind, "tp", "forward", hidden) for _ in range(2 * L) for kind in (gather, scatter)],
+        (gather, "tp", "forward", hidden),  # the head too
+    ]
+    # Backward of a reduce-scatter is an all-gather and the reverse; without sequence parallel the forward's
+    # all-reduce needs nothing in backward, and the free copies of the input need their gradients added.
+    backward: list[tuple[str | None, str, str, int]] = [
+        *[(kind, "tp", "backward", hidden) for _ in range(2 * L + 1) for kind in (gather, scatter)]
+    ]
+    chunk = CHUNK_TOKENS
+    loss: list[tuple[str | None, str, str, int]] = []
+    for start in range(0, tokens, chunk):
+        size = min(chunk, tokens - start)
+        if loss_parallel:  # the largest logit; then the sum of exponentials beside the target's logit
+            loss += [("all_reduce", "tp", "forward", size * FLOAT), ("all_reduce", "tp", "forward", 2 * size * FLOAT)]
+        else:
+            loss += [("all_gather", "tp", "forward", size * V * FLOAT)]
+    # Each rank saw its part of the sequence, so gradients of norms are added; else they are the same already.
+    norms = [("all_reduce", "tp", "backward", D * FLOAT)] * (2 * L + 1) if split else []
+    return [each for each in [*forward, *backward, *loss, *norms] if each[0] is not None]  # type: ignore[misc]
+
+
+def counted(config: ParallelConfig, num_micro_batches: int) -> Figures:
+    """The collectives of one step on this rank."""
+    trained = build(config)
+    mine = batches(trained.mesh, 0, num_micro_batches)
+    with CollectiveCounter(trained.mesh) as counter:
+        trained.forward_backward(mine)
+    return Counter((each.kind, each.view, each.phase, each.payload_bytes) for each in counter.records)
+
+
+CASES: dict[str, tuple[int, dict[str, Any], int, list[tuple[str, str, str, int]]]] = {
+    "full_shard": (2, {}, 1, [*full_shard("fsdp"), *step_scalars("fsdp")]),
+    "shard_grad_op": (2, {"strategy": "shard_grad_op"}, 1, [*shard_grad_op("fsdp"), *step_scalars("fsdp")]),
+    "hybrid_shard": (
+        4,
+        {"strategy": "hybrid_shard", "dp_replicate": 2},
+        1,
+        # Each rank's half of the gradient is added over the replicas.
+        [
+            *full_shard("fsdp"),
+            *[("all_reduce", "dp_replicate", "backward", unit // 2) for unit in UNITS],
+            *step_scalars("dp"),
+        ],
+    ),
+    "accumulation of three, reduced each": (2, {}, 3, [*full_shard("fsdp") * 3, *step_scalars("fsdp")]),
+    "accumulation of three, reduced last": (
+        2,
+        {"reduce_gradients": "last"},
+        3,
+        # Parameters are gathered for each micro-batch, gradients are sent once.
+        [
+            *[each for each in full_shard("fsdp") * 3 if each[0] == "all_gather"],
+            *[("reduce_scatter", "fsdp", "backward", unit) for unit in UNITS],
+            *step_scalars("fsdp"),
+        ],
+    ),
+    "tp with sequence and loss parallel": (2, {"tp": 2}, 1, tensor_parallel(True, True)),
+    "tp with sequence parallel": (2, {"tp": 2, "loss_parallel": False}, 1, tensor_parallel(True, False)),
+    "tp with loss parallel": (2, {"tp": 2, "sequence_parallel": False}, 1, tensor_parallel(False, True)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_sends_what_its_layout_says(name: str) -> None:
+    world_size, fields, num_micro_batches, expected = CASES[name]
+    for figures_of_rank in run_ranks(world_size, counted, ParallelConfig(**fields), num_micro_batches):
+        assert figures_of_rank == Counter(expected)
+
+
+def test_bf16_gathers_and_float32_reductions_send_two_and_four_bytes_an_element() -> None:
+    for gathered, reduced in run_ranks(2, mixed_precision_bytes):
+        elements = sum(UNITS) // FLOAT
+        assert gathered == 2 * elements * 2
+        assert reduced == elements * 4
+
+
+def mixed_precision_bytes() -> tuple[int, int]:
+    from parallel import Precision
+
+    trained = build(ParallelConfig(precision=Precision(compute="bfloat16", reduce="float32")), dtype=torch.float32)
+    mine = batches(trained.mesh, 0)
+    with CollectiveCounter(trained.mesh) as counter:
+        trained.forward_backward(mine)
+    total = counter.payload_bytes()
+    return total["all_gather", "fsdp"], total["reduce_scatter", "fsdp"]
+
+
+def test_every_kind_of_collective_is_counted_with_its_larger_side() -> None:
+    for records in run_ranks(2, every_kind):
+        assert records == [
+            ("all_reduce", 24, "forward"),
+            ("all_gather", 48, "forward"),
+            ("all_gather", 48, "forward"),
+            ("reduce_scatter", 48, "forward"),
+            ("broadcast", 24, "forward"),
+            ("all_to_all", 32, "forward"),
+            ("all_reduce", 24, "backward"),
+        ]
+
+
+def every_kind() -> list[tuple[str, int, str]]:
+    mesh = build_mesh(ParallelConfig())
+    three, six, four = torch.ones(3, dtype=torch.float64), torch.ones(6, dtype=torch.float64), torch.ones(4).double()
+    with CollectiveCounter(mesh) as counter:
+        dist.all_reduce(three)
+        dist.all_gather_into_tensor(six, three)
+        dist.all_gather([torch.empty_like(three) for _ in range(2)], three)
+        dist.reduce_scatter_tensor(three, six)
+        dist.broadcast(three, 0)
+        dist.all_to_all_single(torch.empty_like(four), four)
+        dist.barrier()
+        leaf = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        leaf.register_hook(lambda gradient: dist.all_reduce(gradient.clone()))
+        leaf.sum().backward()
+    return [(each.kind, each.payload_bytes, each.phase) for each in counter.records]
+
+
+def test_an_unknown_collective_is_an_error_and_not_left_out() -> None:
+    assert "add it to its table" in run_ranks(2, unknown_collective)[0]
+
+
+def unknown_collective() -> str:
+    from parallel import counter
+
+    mesh = build_mesh(ParallelConfig())
+    kept = counter._OPS.pop("c10d::allreduce_")
+    try:
+        with CollectiveCounter(mesh):
+            dist.all_reduce(torch.ones(1))
+    except NotImplementedError as error:
+        return str(error)
+    finally:
+        counter._OPS["c10d::allreduce_"] = kept
+    return "no error"
+
+
+def test_the_small_model_is_the_one_the_figures_are_about() -> None:
+    assert sum(UNITS) == LlamaConfig(num_layers=2).num_parameters * FLOAT
