@@ -109,6 +109,10 @@ class Ranks:
         try:
             return action()
         except CheckpointException as error:
+            own = error.failures.get(self.rank, (None,))[0]
+            if own is not None and not isinstance(own, Exception):
+                # Ctrl-C and the like: not an error of the action.
+                raise own from error
             failures = {rank: Failure.of(each) for rank, (each, _) in error.failures.items()}
             raise self.error(what, failures) from error
 

@@ -1,6 +1,6 @@
 """Holds a training state against a manifest, and fills it from one."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -74,7 +74,7 @@ class _Like:
 class Restore:
     """One load of one checkpoint into one training state: first `check`, then `tensors`, then `finish`."""
 
-    def __init__(self, state: TrainState, manifest: Manifest, ranks: Ranks, parts: Collection[Part]) -> None:
+    def __init__(self, state: TrainState, manifest: Manifest, ranks: Ranks, parts: Sequence[Part]) -> None:
         """Looks at the state; changes nothing in it.
 
         Args:

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -57,10 +57,11 @@ def save(folder: str | os.PathLike[str], state: TrainState, keep: int | None = N
     return written
 
 
-def load(path: str | os.PathLike[str], state: TrainState, *, parts: Collection[Part] = PARTS) -> Manifest:
+def load(path: str | os.PathLike[str], state: TrainState, *, parts: Sequence[Part] = PARTS) -> Manifest:
     """Fills a training state in place, whatever mesh wrote the checkpoint; all ranks call this together.
 
-    Nothing of the state is changed unless all of the checkpoint fits it. An optimizer that has not stepped yet
+    Nothing of the state is changed unless all of the checkpoint fits it; only a file that turns out to be unreadable
+    half-way leaves it partly filled. An optimizer that has not stepped yet
     gets the state that the checkpoint has. Every rank reads the slices that it needs.
 
     Args:
