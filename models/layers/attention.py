@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from models.layers.norm import RMSNorm
 from models.layers.rotary import Rotary, apply_rotary
 
 # B batch, S sequence, D model, H query heads, G key-value heads, K head_dim
@@ -81,9 +82,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, num_kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(width, num_kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(num_heads * head_dim, width, bias=False)
-        normed = qk_norm_eps is not None
-        self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if normed else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if normed else None
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
         self.core: nn.Module = SdpaCore()
 
     def forward(self, x_BSD: Tensor, *, rotary: Rotary, attention_inputs: Any) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Generator, Tensor, nn
 from models.layers.attention import Attention
 from models.layers.feed_forward import FeedForward
 from models.layers.loss import LossHead
+from models.layers.norm import RMSNorm
 from models.layers.rotary import Rotary, rotary_frequencies, rotary_tables
 from models.llama.config import LlamaConfig
 from models.llama.init import init_llama_parameter
@@ -24,7 +25,7 @@ class LlamaBlock(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.attention = Attention(
             width=config.width,
             num_heads=config.num_heads,
@@ -33,7 +34,7 @@ class LlamaBlock(nn.Module):
             bias=config.attention_bias,
             qk_norm_eps=config.norm_eps if config.qk_norm else None,
         )
-        self.feed_forward_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.feed_forward_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.feed_forward = FeedForward(config.width, config.feed_forward_width)
 
     def forward(self, x_BSD: Tensor, *, rotary: Rotary, attention_inputs: Any) -> Tensor:
@@ -64,7 +65,7 @@ class Llama(nn.Module):
     """
 
     embed: nn.Embedding | None
-    norm: nn.RMSNorm | None
+    norm: RMSNorm | None
     head: LossHead | None
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -72,7 +73,7 @@ class Llama(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleDict({str(index): LlamaBlock(config) for index in range(config.num_layers)})
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.head = LossHead(config.width, config.vocab_size)
         if config.tied_embeddings:
             self.head.weight = self.embed.get_parameter("weight")
