@@ -46,7 +46,7 @@ def materialize(trained: Trained, seed: int = 0) -> None:
     if not isinstance(model, InitializesParameters):
         raise TypeError(
             f"{type(model).__name__} has no init_parameter(fqn, tensor, generator), so its values cannot be drawn; "
-            "add that method, or load a checkpoint"
+            "add that method, or call allocate and load a checkpoint"
         )
     device = trained.mesh.device
     _allocate(trained)

@@ -22,8 +22,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
     """Splits a model over a mesh.
 
     Args:
-        model: The whole model, on meta (then call `materialize` or load a checkpoint) or with the same real
-            values on every rank; it may be changed in place.
+        model: The whole model, on meta (then call `materialize`, or `allocate` and load a checkpoint), or with the same
+            real values on every rank; it may be changed in place.
         mesh: What `build_mesh` made of the same config.
         config: The layout.
         plan: What the model declares about itself.

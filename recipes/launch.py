@@ -69,7 +69,7 @@ def default_num_processes() -> int:
     return torch.cuda.device_count() or 2
 
 
-def run(function: Callable[..., Any], *args: Any, num_processes: int | None, debug: bool) -> None:
+def run(function: Callable[..., Any], *args: Any, num_processes: int | None, debug: bool) -> Any:
     """Calls a function on every rank and exits with a clear message if one fails.
 
     Args:
@@ -77,6 +77,9 @@ def run(function: Callable[..., Any], *args: Any, num_processes: int | None, deb
         args: Its arguments.
         num_processes: Ranks to start where no launcher did; None takes the default.
         debug: Show the traceback of a failure.
+
+    Returns:
+        What it returned on rank 0, or on this rank where a launcher started it; it must be possible to pickle.
 
     Raises:
         SystemExit: If a rank fails; the code is not 0.
@@ -86,9 +89,8 @@ def run(function: Callable[..., Any], *args: Any, num_processes: int | None, deb
     except ValueError as error:
         fail(error, debug=debug)
     if joined:
-        _run_rank(function, args, debug)
-        return
-    _start_ranks(function, args, num_processes or default_num_processes(), debug)
+        return _run_rank(function, args, debug)
+    return _start_ranks(function, args, num_processes or default_num_processes(), debug)
 
 
 def world_size_to_come(num_processes: int | None) -> int:
@@ -136,17 +138,18 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error} (run with --debug for the traceback)"
 
 
-def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], debug: bool) -> None:
+def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], debug: bool) -> Any:
     """Runs a rank that a launcher started."""
+    _show_warnings(first_rank=is_first_rank())
     try:
-        function(*args)
+        return function(*args)
     except Exception as error:
         fail(error, debug=debug)
     finally:
         _leave_group()
 
 
-def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_processes: int, debug: bool) -> None:
+def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_processes: int, debug: bool) -> Any:
     import torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -174,7 +177,7 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_proces
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*use of fork.*")
-            elastic_launch(config, _call)(function, args)
+            return elastic_launch(config, _call)(function, args)[0]
     except ChildFailedError as error:
         _, first = error.get_first_failure()
         _report(first, debug)
@@ -194,16 +197,28 @@ def _report(failure: "ProcessFailure", debug: bool) -> NoReturn:
     raise SystemExit(USER_ERROR)
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Runs on a started rank."""
+    _show_warnings(first_rank=is_first_rank())
     try:
-        function(*args)
+        result = function(*args)
     except RuntimeError as error:
         if any(sign in str(error) for sign in LOST_PEER):
             # The launcher reports whichever rank ends first: leave that to the cause, and be ended by the launcher.
             time.sleep(GRACE_S)
         raise
     _leave_group()
+    return result
+
+
+def _show_warnings(*, first_rank: bool) -> None:
+    """Ranks warn of the same things: rank 0 says each in a line, the others keep silent."""
+
+    def show(message: Warning | str, *_: Any) -> None:
+        if first_rank:
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+
+    warnings.showwarning = show  # type: ignore[assignment]  # typeshed lists each argument
 
 
 def _leave_group() -> None:

@@ -25,7 +25,8 @@ class TrainingConfig:
     """How long to train and on how much at a time.
 
     Attributes:
-        steps: Optimizer steps of the run.
+        steps: Optimizer steps of the run, over which the learning rate is scheduled.
+        stop_at: Save and stop after this step; the same command without it goes on. None: at the end.
         global_batch: Sequences of one step, over all ranks.
         micro_batch: Sequences that one rank runs through the model at a time.
         max_gradient_norm: Gradients are scaled down to this global norm; None measures it only.
@@ -36,6 +37,7 @@ class TrainingConfig:
     """
 
     steps: int
+    stop_at: int | None = None
     global_batch: int = 32
     micro_batch: int = 8
     max_gradient_norm: float | None = 1.0
@@ -54,10 +56,17 @@ class TrainingConfig:
             check_integer(name, getattr(self, name), minimum=1)
         for name in ("seed", "evaluate_every", "evaluation_sequences"):
             check_integer(name, getattr(self, name), minimum=0)
+        if self.stop_at is not None:
+            check_integer("stop_at", self.stop_at, minimum=1)
         if self.max_gradient_norm is not None:
             check_number("max_gradient_norm", self.max_gradient_norm, above=0)
         if self.stored_dtype not in ("float32", "float64"):
             raise ValueError(f"unknown stored_dtype {self.stored_dtype!r}; legal: float32, float64")
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run stops."""
+        return min(self.steps, self.stop_at or self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)

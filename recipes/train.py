@@ -28,6 +28,7 @@ class TrainSummary:
     """What a run did, the same on every rank.
 
     Attributes:
+        mesh: The layout in a few words.
         first_step: Optimizer steps done before it.
         last_step: Optimizer steps done after it.
         first_loss: Loss of its first step, in nats a token.
@@ -39,6 +40,7 @@ class TrainSummary:
         load_s: Seconds that loading took; None for a new run.
     """
 
+    mesh: str
     first_step: int
     last_step: int
     first_loss: float
@@ -92,7 +94,7 @@ def train(recipe: Recipe) -> TrainSummary:
         reporter.message(_headline(recipe, mesh, state, found))
         log = RunLog(reporter, file, state.step)
         evaluation = _evaluation(recipe, text, mesh)
-        while state.step < training.steps:
+        while state.step < training.last_step:
             start_s = time.perf_counter()
             epoch = stream.epoch
             result = trained.forward_backward(stream.next_step())
@@ -119,9 +121,9 @@ def train(recipe: Recipe) -> TrainSummary:
                     skipped=result.skipped,
                 )
             )
-            if _is_due(state.step, training.evaluate_every, training.steps):
+            if _is_due(state.step, training.evaluate_every, training.last_step):
                 log.evaluation(_evaluate(trained, evaluation, state.step))
-            if _is_due(state.step, recipe.output.save_every, training.steps):
+            if _is_due(state.step, recipe.output.save_every, training.last_step):
                 log.save(recipe, state)
     return log.summary(mesh, load_s)
 
@@ -184,6 +186,7 @@ class RunLog:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         rates = sorted(each.tokens_per_s for each in self._steps)
         return TrainSummary(
+            mesh=mesh.describe(),
             first_step=self._first_step,
             last_step=self._steps[-1].step if self._steps else self._first_step,
             first_loss=self._steps[0].loss if self._steps else float("nan"),

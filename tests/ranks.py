@@ -16,7 +16,10 @@ TIMEOUT_S = 60.0
 # A fork server forks ranks from a process that has imported torch and run nothing, so no thread pool of the
 # test process is inherited half-way.
 _context = get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "parallel"])
+# torch._dynamo costs a rank seconds where it imports it itself, at its first optimizer.
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "parallel", "checkpoint"]
+)
 _pools: dict[int, "_Pool"] = {}
 
 
@@ -103,6 +106,7 @@ class _Pool:
 def _serve(rank: int, world_size: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
@@ -121,6 +125,8 @@ def _serve(rank: int, world_size: int, connection: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # Private: DTensor keeps results for a mesh, and would give an equal mesh of the next call dead groups.
+            _clear_sharding_prop_cache()
         connection.send_bytes(pickle.dumps(outcome))
 
 

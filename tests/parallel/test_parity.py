@@ -31,14 +31,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {"tied_embeddings": True},
     "bias and q/k norm": {"attention_bias": True, "qk_norm": True, "num_kv_heads": 4},
 }
-SPLITS = {
+SPLITS: dict[str, dict[str, Any]] = {
     "sequence+loss": {"sequence_parallel": True, "loss_parallel": True},
     "sequence": {"sequence_parallel": True, "loss_parallel": False},
     "loss": {"sequence_parallel": False, "loss_parallel": True},
     "neither": {"sequence_parallel": False, "loss_parallel": False},
 }
 # Micro-batches, and when gradients are reduced.
-ACCUMULATION: dict[str, tuple[int, str]] = {
+ACCUMULATION: dict[str, tuple[int, Any]] = {
     "one": (1, "every_micro_batch"),
     "three, reduced each": (3, "every_micro_batch"),
     "three, reduced last": (3, "last"),
