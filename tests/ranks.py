@@ -84,8 +84,7 @@ class _Pool:
             if not ready:
                 missing = sorted(set(range(len(self.connections))) - set(outcomes))
                 raise RankError(f"ranks {missing} did not finish in {timeout_s} s; the others: {outcomes}")
-            for connection in ready:
-                rank = self.connections.index(connection)  # type: ignore[arg-type]
+            for rank in [rank for rank, each in enumerate(self.connections) if each in ready]:
                 try:
                     outcomes[rank] = pickle.loads(self.connections[rank].recv_bytes())
                 except EOFError:

@@ -47,7 +47,7 @@ def test_a_step_without_gradient_signal_decays_matrices_only() -> None:
     model = _model()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     config = OptimizerConfig(lr=0.5, weight_decay=0.1)
-    optimizer = adamw_factory(config)(decay_groups(dict(model.named_parameters()), config.weight_decay))
+    optimizer = adamw_factory(config)(dict(model.named_parameters()))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -64,7 +64,7 @@ def test_the_implementation_is_the_one_asked_for(
     implementation: Literal["fused", "foreach", "loop"] | None, fused: bool | None, foreach: bool | None
 ) -> None:
     config = OptimizerConfig(implementation=implementation, lr=0.25, betas=(0.5, 0.75), eps=1e-4)
-    optimizer = adamw_factory(config)(decay_groups(dict(_model().named_parameters()), 0.1))
+    optimizer = adamw_factory(config)(dict(_model().named_parameters()))
     assert optimizer.defaults["fused"] is fused
     assert optimizer.defaults["foreach"] is foreach
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
