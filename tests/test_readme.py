@@ -1,0 +1,33 @@
+"""What the README shows works."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_library_example_trains_saves_and_loads_on_four_ranks(tmp_path: Path) -> None:
+    match = re.search(r"<!-- example -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert match is not None
+    (tmp_path / "example.py").write_text(match[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4", "example.py"],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"rank \d: loss (\S+), gradient norm (\S+)", done.stdout)
+    assert len(lines) == 4 and len(set(lines)) == 1, done.stdout
+    assert (tmp_path / "checkpoints" / "step-00000010" / "manifest.json").is_file()
+
+
+def test_every_command_of_the_readme_names_a_module_that_is_there() -> None:
+    for module in re.findall(r"-m (recipes\.\w+)", (ROOT / "README.md").read_text()):
+        assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module
