@@ -1,7 +1,7 @@
 """Meshes, sharding and composition of parallelism; knows tensors and ranks, never a model."""
 
 from parallel.batch import IGNORE_INDEX, Batch
-from parallel.config import ParallelConfig, Precision
+from parallel.config import ParallelConfig, Precision, Sharding
 from parallel.counter import CollectiveCounter
 from parallel.materialize import materialize
 from parallel.mesh import Mesh, build_mesh
@@ -9,6 +9,7 @@ from parallel.parallelize import parallelize
 from parallel.plan import Block, ModelShape, ParallelPlan, Unit
 from parallel.step import StepResult
 from parallel.trained import Trained
+from parallel.units import units_by_size, units_where
 
 __all__ = [
     "IGNORE_INDEX",
@@ -20,10 +21,13 @@ __all__ = [
     "ParallelConfig",
     "ParallelPlan",
     "Precision",
+    "Sharding",
     "StepResult",
     "Trained",
     "Unit",
     "build_mesh",
     "materialize",
     "parallelize",
+    "units_by_size",
+    "units_where",
 ]

@@ -13,6 +13,8 @@ ActivationCheckpointing = Literal["none", "full", "selective"]
 ComputeDtype = Literal["stored", "float32", "bfloat16"]
 ReduceGradients = Literal["every_micro_batch", "last"]
 
+Units = Literal["block", "size", "model"]
+
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
@@ -23,10 +25,12 @@ class Precision:
     Attributes:
         compute: Dtype of matmuls and activations; `stored` leaves it to the parameters.
         reduce: Dtype in which gradients are summed over ranks; `stored` keeps the parameters' own.
+        output: Dtype of logits; `stored` leaves them as computed.
     """
 
     compute: ComputeDtype = "stored"
     reduce: ComputeDtype = "stored"
+    output: ComputeDtype = "stored"
 
     def __post_init__(self) -> None:
         """Refuses unknown names.
@@ -45,6 +49,48 @@ class Precision:
     def reduce_dtype(self) -> torch.dtype | None:
         """Dtype of gradient sums, None for the stored one."""
         return None if self.reduce == "stored" else getattr(torch, self.reduce)
+
+    @property
+    def output_dtype(self) -> torch.dtype | None:
+        """Dtype of logits, None for the computed one."""
+        return None if self.output == "stored" else getattr(torch, self.output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How parameters are grouped, gathered and kept by a backend that shards them.
+
+    Attributes:
+        units: What is gathered together: each block as the model's plan says, modules by size, or the whole model.
+            A plan whose units come from `units_where` follows any predicate.
+        unit_min_parameters: With units=size, a module becomes a unit once it holds so many parameters.
+        reshard_group: After forward keep a unit sharded over this many neighbouring ranks instead of all, so that
+            backward gathers it within a node; with full_shard and hybrid_shard only. None: over all.
+        keep_last_unit: Leave the last unit gathered after forward, as backward needs it at once.
+        forward_prefetch: How many units ahead of its use a unit is gathered in forward; 0 leaves it to the backend.
+        backward_prefetch: The same in backward.
+        cpu_offload: Keep parameters, gradients and optimizer state in host memory.
+    """
+
+    units: Units = "block"
+    unit_min_parameters: int = 10_000_000
+    reshard_group: int | None = None
+    keep_last_unit: bool = False
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the ranges.
+
+        Raises:
+            ValueError: If a name is unknown or a number out of its range.
+        """
+        _check_choices(self)
+        for name, minimum in (("unit_min_parameters", 1), ("forward_prefetch", 0), ("backward_prefetch", 0)):
+            _check_integer(name, getattr(self, name), minimum)
+        if self.reshard_group is not None:
+            _check_integer("reshard_group", self.reshard_group, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +115,7 @@ class ParallelConfig:
         precision: Compute and reduce dtypes.
         activation_checkpointing: What is recomputed in backward instead of kept.
         compile: Compile each block.
-        cpu_offload: Keep parameters, gradients and optimizer state in host memory.
-        prefetch: How many units ahead of its use a unit is gathered; 1 is what fully_shard does by itself.
+        sharding: How parameters are grouped, gathered and kept; with fsdp1 and fsdp2 only.
         reduce_gradients: When ranks sum gradients: after every micro-batch, or after the last, which sends less
             but holds unsharded gradients meanwhile. None: the backend's default.
     """
@@ -90,8 +135,7 @@ class ParallelConfig:
     precision: Precision = field(default_factory=Precision)
     activation_checkpointing: ActivationCheckpointing = "none"
     compile: bool = False
-    cpu_offload: bool = False
-    prefetch: int = 1
+    sharding: Sharding = field(default_factory=Sharding)
     reduce_gradients: ReduceGradients | None = None
 
     def __post_init__(self) -> None:
@@ -110,8 +154,6 @@ class ParallelConfig:
             if degree < 1:
                 only = "" if name == "dp_shard" else "; only dp_shard may be -1 (the ranks that are left)"
                 raise ValueError(f"{name}={degree} must be at least 1{only}")
-        if self.prefetch < 1:
-            raise ValueError(f"prefetch={self.prefetch} must be at least 1")
         self._check_axes()
         self._check_backend()
 
@@ -162,11 +204,23 @@ class ParallelConfig:
                 f"strategy={self.strategy!r} shards within a group and replicates over groups, so it needs "
                 "dp_replicate > 1; dp_replicate is 1: use 'full_shard' or 'shard_grad_op', or set dp_replicate"
             )
+        if not shards and self.sharding != Sharding():
+            raise ValueError(f"{backend} does not shard parameters, so {self.sharding} has no meaning; leave it out")
+        if self.sharding.reshard_group and self.resolved_strategy not in ("full_shard", "hybrid_shard"):
+            raise ValueError(
+                f"reshard_group={self.sharding.reshard_group} says over how many ranks a unit is kept after forward, "
+                f"but strategy={self.resolved_strategy!r} keeps it whole; use full_shard or hybrid_shard"
+            )
         if shards and self.dp_replicate > 1 and not self.is_hybrid and self.strategy != "no_shard":
             raise ValueError(
                 f"strategy={self.resolved_strategy!r} shards over all data-parallel ranks, but "
                 f"dp_replicate={self.dp_replicate}; use 'hybrid_shard' or 'hybrid_shard_zero2', or dp_replicate=1"
             )
+
+
+def _check_integer(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {minimum}")
 
 
 def _check_choices(config: object) -> None:
@@ -177,7 +231,7 @@ def _check_choices(config: object) -> None:
         members = get_args(hint)
         optional = type(None) in members
         if optional:
-            members = get_args(members[0])
+            members = get_args(members[0])  # the Literal in `Literal[...] | None`; nothing for `int | None`
         if value is None and optional:
             continue
         if members and value not in members:

@@ -1,17 +1,18 @@
 """Shards parameters, gradients and optimizer state per parameter through `fully_shard`."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from parallel.config import ParallelConfig, Precision, ReduceGradients
+from parallel.config import ParallelConfig, Precision, ReduceGradients, Sharding
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan, Unit
+from parallel.units import choose_units
 
 
 class FullyShard:
@@ -26,8 +27,9 @@ class FullyShard:
         apply_fsdp2(
             model,
             mesh.hybrid if config.is_hybrid else mesh["fsdp"],
-            units=plan.units,
+            units=choose_units(model, plan, config.sharding),
             reshard_after_forward=config.resolved_strategy in ("full_shard", "hybrid_shard"),
+            sharding=config.sharding,
             precision=config.precision,
         )
         return model
@@ -53,38 +55,69 @@ def apply_fsdp2(
     *,
     units: tuple[Unit, ...],
     reshard_after_forward: bool,
+    sharding: Sharding,
     precision: Precision,
 ) -> None:
     """Applies `fully_shard` to each unit, then to the root, which takes the parameters that are left.
 
     Args:
-        model: The whole model, already split by tensor parallel where that is in use.
+        model: The whole model, already split by tensor parallelism where that is in use.
         mesh: 1-D to shard, 2-D to replicate over the first dim and shard over the second.
-        units: Modules that are gathered together.
+        units: Modules that are gathered together, in the order in which they run.
         reshard_after_forward: Free a unit after its forward and gather it again in backward (ZeRO-3).
-        precision: Compute and reduce dtypes.
+        sharding: How units are kept and prefetched.
+        precision: Compute, reduce and output dtypes.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=precision.compute_dtype,
-        reduce_dtype=precision.reduce_dtype,
-        # Casting inputs would also round the rotary tables; activations take the weights' dtype by themselves.
-        cast_forward_inputs=False,
+    pin = mesh.device_type == "cuda"
+    shard = functools.partial(
+        fully_shard,
+        mesh=mesh,
+        offload_policy=CPUOffloadPolicy(pin_memory=pin) if sharding.cpu_offload else OffloadPolicy(),
     )
-    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
-    for unit in units:
+    after_forward: bool | int = sharding.reshard_group or reshard_after_forward
+    heads: list[FSDPModule] = []
+    for index, unit in enumerate(units):
         modules = [model.get_submodule(fqn) for fqn in unit.modules]
         for module, fqn in zip(modules, unit.modules, strict=True):
             _refuse_direct_forward(module, fqn)
-        shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=reshard_after_forward)
+        is_kept = sharding.keep_last_unit and index == len(units) - 1
+        shard(
+            modules if len(modules) > 1 else modules[0],
+            reshard_after_forward=False if is_kept else after_forward,
+            mp_policy=_policy(precision, root=False),
+        )
+        heads.append(modules[0])  # type: ignore[arg-type]  # fully_shard has made it an FSDPModule
     _refuse_direct_forward(model, type(model).__name__)
     # The root is needed again as soon as backward starts, so by default it stays unsharded until then.
-    shard(model)
+    shard(model, mp_policy=_policy(precision, root=True))
     model.register_forward_hook(_reshard_after_evaluation)
+    _prefetch(heads, sharding)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Every axis sums (the loss is already divided by the global token count); gloo has no PREMUL_SUM.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _policy(precision: Precision, *, root: bool) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=precision.compute_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        # On a unit it would cast the activations between blocks.
+        output_dtype=precision.output_dtype if root else None,
+        # Casting inputs would also round the rotary tables; activations take the weights' dtype by themselves.
+        cast_forward_inputs=False,
+    )
+
+
+def _prefetch(units: Sequence[FSDPModule], sharding: Sharding) -> None:
+    """Tells each unit which ones to gather while it computes."""
+    for index, unit in enumerate(units):
+        if sharding.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + sharding.forward_prefetch]))
+        if sharding.backward_prefetch:
+            before = units[max(0, index - sharding.backward_prefetch) : index]
+            unit.set_modules_to_backward_prefetch(list(reversed(before)))
 
 
 def _reshard_after_evaluation(model: nn.Module, _inputs: object, _output: object) -> None:

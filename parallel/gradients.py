@@ -43,7 +43,7 @@ def clip_gradients(
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradients in local.values():
             # Private but stable: one launch for all tensors. Public clip_grads_with_norm_ would go through DTensor.
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
 
 

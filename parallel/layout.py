@@ -57,6 +57,7 @@ def check_layout(config: ParallelConfig, shape: ModelShape, *, num_micro_batches
     """
     for name in ("num_heads", "num_kv_heads", "feed_forward_width"):
         _check_divides("tp", config.tp, name, getattr(shape, name), shape)
+    _check_reshard_group(config)
     _check_experts(config, shape)
     _check_pipeline(config, shape, num_micro_batches)
     if config.cp_method == "ulysses":
@@ -106,8 +107,6 @@ def check_built(config: ParallelConfig) -> None:
         "strategy": config.data_parallel == "fsdp2" and config.strategy == "no_shard",
         "activation_checkpointing": config.activation_checkpointing != "none",
         "compile": config.compile,
-        "cpu_offload": config.cpu_offload,
-        "prefetch": config.prefetch != 1,
     }
     asked = [f"{name}={getattr(config, name)!r}" for name, unbuilt in waiting.items() if unbuilt]
     if asked:
@@ -125,6 +124,16 @@ def _check_divides(axis: str, degree: int, name: str, count: int, shape: ModelSh
             if not (shape.num_heads % n or shape.num_kv_heads % n or shape.feed_forward_width % n)
         ]
         raise ValueError(f"{axis}={degree} must divide {name}={count}; legal here: {legal}")
+
+
+def _check_reshard_group(config: ParallelConfig) -> None:
+    group, ranks = config.sharding.reshard_group, config.dp_shard * config.cp
+    if group is not None and (group >= ranks or ranks % group):
+        legal = [n for n in range(2, ranks) if ranks % n == 0]
+        raise ValueError(
+            f"reshard_group={group} must divide dp_shard x cp = {config.dp_shard} x {config.cp} = {ranks} ranks and be "
+            f"less; legal here: {legal or 'none'}"
+        )
 
 
 def _check_experts(config: ParallelConfig, shape: ModelShape) -> None:

@@ -48,7 +48,7 @@ def materialize(trained: Trained, seed: int = 0) -> None:
             f"{type(model).__name__} has no init_parameter(fqn, tensor, generator), so its values cannot be drawn; "
             "add that method, or call allocate and load a checkpoint"
         )
-    device = trained.mesh.device
+    device = trained.parameter_device
     _allocate(trained)
     for fqn, parameter in trained.named_parameters().items():
         whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
@@ -73,7 +73,7 @@ def allocate(trained: Trained) -> None:
 
 
 def _allocate(trained: Trained) -> None:
-    trained.source.to_empty(device=trained.mesh.device)
+    trained.source.to_empty(device=trained.parameter_device)
     tie(trained.source, trained.plan.tied)
 
 

@@ -25,7 +25,7 @@ def verify_replicas(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
     Raises:
         ValueError: On every rank, if replicas differ anywhere; names the parameters that this rank saw differ.
     """
-    hashes = {fqn: hash_bits(local_part(parameter)) for fqn, parameter in parameters.items()}
+    hashes = {fqn: hash_bits(local_part(parameter)).to(mesh.device) for fqn, parameter in parameters.items()}
     differing: dict[str, list[str]] = {}
     for view in PARAMETER_VIEWS[1:]:
         if mesh.degree(view) == 1:

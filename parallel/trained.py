@@ -45,6 +45,11 @@ class Trained:
         if backend.wraps_before_materialize:
             self.model = backend.wrap(source, mesh, config, plan)
 
+    @property
+    def parameter_device(self) -> torch.device:
+        """Where parameters are stored: the mesh's device, or host memory under CPU offload."""
+        return torch.device("cpu") if self.config.sharding.cpu_offload else self.mesh.device
+
     def wrap_after_materialize(self) -> None:
         """Wraps the model where the backend needs real values; `materialize` calls this."""
         if not self.backend.wraps_before_materialize:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from parallel import ModelShape, ParallelConfig, Precision
+from parallel import ModelShape, ParallelConfig, Precision, Sharding
 from parallel.layout import check_built, check_layout, check_sequence_length, resolve
 from tests.parallel.layout_rows import DENSE, SEQUENCE_LENGTH, config_of, name_of, rows, shape_of
 
@@ -62,8 +62,8 @@ def test_an_illegal_layout_is_refused_for_the_reason_given(row: dict[str, str]) 
         ({"data_parallel": "ddp"}, "not built yet: data_parallel='ddp'"),
         ({"compile": True}, "not built yet: compile=True"),
         (
-            {"cpu_offload": True, "activation_checkpointing": "full"},
-            "activation_checkpointing='full', cpu_offload=True",
+            {"compile": True, "activation_checkpointing": "full"},
+            "activation_checkpointing='full', compile=True",
         ),
     ],
 )
@@ -79,7 +79,8 @@ def test_what_no_code_does_yet_is_refused_by_name(fields: dict[str, Any], messag
         ({"tp": True}, "tp=True must be an integer"),
         ({"compile": "yes"}, "compile='yes' must be true or false"),
         ({"strategy": "shard_grad_op", "dp_replicate": 2}, "use 'hybrid_shard'"),
-        ({"prefetch": 0}, "prefetch=0 must be at least 1"),
+        ({"data_parallel": "ddp", "sharding": Sharding(cpu_offload=True)}, "ddp does not shard parameters"),
+        ({"strategy": "shard_grad_op", "sharding": Sharding(reshard_group=2)}, "keeps it whole; use full_shard"),
     ],
 )
 def test_a_field_of_the_wrong_kind_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -90,6 +91,28 @@ def test_a_field_of_the_wrong_kind_is_refused(fields: dict[str, Any], message: s
 def test_an_unknown_dtype_is_refused_with_the_legal_ones() -> None:
     with pytest.raises(ValueError, match="unknown compute 'half'; legal: stored, float32, bfloat16"):
         Precision(compute="half")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"forward_prefetch": -1}, "forward_prefetch=-1 must be an integer of at least 0"),
+        ({"unit_min_parameters": 0}, "unit_min_parameters=0 must be an integer of at least 1"),
+        ({"reshard_group": 1}, "reshard_group=1 must be an integer of at least 2"),
+        ({"units": "layer"}, "unknown units 'layer'; legal: block, size, model"),
+        ({"cpu_offload": 1}, "cpu_offload=1 must be true or false"),
+    ],
+)
+def test_an_illegal_way_of_sharding_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sharding(**fields)
+
+
+@pytest.mark.parametrize("group", [3, 4, 8])
+def test_a_resharding_group_must_be_a_proper_divisor(group: int) -> None:
+    config = ParallelConfig(dp_shard=4, sharding=Sharding(reshard_group=group))
+    with pytest.raises(ValueError, match=r"must divide dp_shard x cp = 4 x 1 = 4 ranks and be less; legal here: \[2\]"):
+        check_layout(config, DENSE)
 
 
 def test_dp_shard_of_minus_one_takes_the_ranks_that_are_left() -> None:
