@@ -30,10 +30,10 @@ def clip_gradients(
         norm_type: p of the norm, positive or infinity.
 
     Returns:
-        The norm before clipping, a float64 scalar.
+        The norm before clipping, a float64 scalar; not finite if any gradient is not.
 
     Raises:
-        ValueError: If max_norm or norm_type is not positive.
+        ValueError: If max_norm or norm_type is not positive, or a gradient is sharded along another view than these.
     """
     if norm_type <= 0 or (max_norm is not None and not max_norm > 0):
         raise ValueError(f"max_norm={max_norm} and norm_type={norm_type} must be positive")
@@ -83,12 +83,16 @@ def _global_norm(local: dict[frozenset[str], list[Tensor]], mesh: Mesh, norm_typ
     # All ranks must agree on the sets, or their collectives would not match; a pipeline stage or a rank with
     # empty shards may lack one, so the sets are fixed rather than found.
     sets = _possible_sets(mesh)
+    foreign = [sorted(views) for views in local if views not in sets]
+    if foreign:
+        raise ValueError(f"gradients are sharded along {foreign}; a norm can be taken over {SHARDING_VIEWS} only")
     totals = torch.zeros(len(sets), dtype=torch.float64, device=mesh.device)
     for index, views in enumerate(sets):
         gradients = [gradient for gradient in local.get(views, []) if gradient.numel()]
         if gradients:
             norm = get_total_norm(gradients, norm_type).to(torch.float64)
-            totals[index] = norm if infinite else norm.pow(norm_type)
+            # A maximum over ranks may drop NaN, which must not pass for a finite norm.
+            totals[index] = norm.nan_to_num(nan=torch.inf, posinf=torch.inf) if infinite else norm.pow(norm_type)
     for view in SHARDING_VIEWS:
         if mesh.degree(view) == 1:
             continue
