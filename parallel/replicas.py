@@ -23,37 +23,56 @@ def verify_replicas(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
         mesh: The mesh on whose views they live.
 
     Raises:
-        ValueError: On every rank, if replicas differ anywhere; names the parameters that this rank saw differ.
+        ValueError: On every rank, if replicas differ anywhere; names those of this rank's pipeline stage.
     """
-    hashes = {fqn: hash_bits(local_part(parameter)).to(mesh.device) for fqn, parameter in parameters.items()}
-    differing: dict[str, list[str]] = {}
-    for view in PARAMETER_VIEWS[1:]:
-        if mesh.degree(view) == 1:
-            continue
-        names = [fqn for fqn, parameter in parameters.items() if view not in sharded_views(parameter)]
-        if not names:
-            continue
-        mine = torch.stack([hashes[fqn] for fqn in names])
-        least, most = mine.clone(), mine.clone()
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.group(view))
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.group(view))
-        apart = [fqn for fqn, differs in zip(names, (least != most).tolist(), strict=True) if differs]
-        if apart:
-            differing[view] = apart
-    anywhere = torch.tensor(int(bool(differing)), device=mesh.device)
+    views = [view for view in PARAMETER_VIEWS[1:] if mesh.degree(view) > 1]
+    hashes = torch.zeros(len(parameters), dtype=torch.int64, device=mesh.device)
+    differs = torch.zeros(len(views), len(parameters), dtype=torch.int64, device=mesh.device)
+    for index, parameter in enumerate(parameters.values()):
+        hashes[index] = hash_bits(local_part(parameter))
+    for along, view in zip(differs, views, strict=True):
+        apart = differ_between_ranks(hashes, mesh.group(view))
+        replicated = [view not in sharded_views(parameter) for parameter in parameters.values()]
+        along.copy_(apart & torch.tensor(replicated, device=mesh.device))
+    for view in views:
+        # Ranks that hold another shard saw no difference themselves.
+        dist.all_reduce(differs, dist.ReduceOp.MAX, group=mesh.group(view))
+    anywhere = differs.any().to(torch.int64)
     dist.all_reduce(anywhere, dist.ReduceOp.MAX)
     if anywhere.item():
-        seen = "; ".join(f"along {view}: {', '.join(names[:5])}" for view, names in differing.items())
+        names = list(parameters)
+        seen = "; ".join(
+            f"along {view}: {', '.join(names[index] for index in along.nonzero().flatten().tolist()[:5])}"
+            for view, along in zip(views, differs, strict=True)
+            if along.any()
+        )
         raise ValueError(
-            f"replicas of parameters differ ({seen or 'seen by other ranks'}); give every rank the same values: build "
-            "the model on meta and call materialize, or load a checkpoint"
+            f"replicas of parameters differ ({seen or 'in another pipeline stage'}); give every rank the same values: "
+            "build the model on meta and call materialize, or load a checkpoint"
         )
 
 
+def differ_between_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Which elements are not the same on all ranks of a group; the answer is the same on each.
+
+    Args:
+        values: An int64 tensor of the same shape on every rank.
+        group: The ranks to compare; None: all.
+
+    Returns:
+        A bool tensor of that shape.
+    """
+    # The largest complement is the complement of the smallest, so one reduction finds both ends.
+    ends = torch.stack([values, ~values])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    return ends[0] != ~ends[1]
+
+
+@torch.no_grad()
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+    """This rank's part of a tensor, sharing its memory, cut off from autograd."""
+    # Without gradients to_local only hands out the part; detaching a DTensor would cost a dispatch.
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def hash_bits(tensor: Tensor) -> Tensor:
@@ -64,7 +83,8 @@ def hash_bits(tensor: Tensor) -> Tensor:
     Args:
         tensor: Any plain tensor.
     """
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    # Wide elements as two words each: signs of float64 are worth 2^63, so that two changed ones would cancel.
+    words = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
     flat = tensor.contiguous().view(-1).view(words)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, flat.numel(), CHUNK_ELEMENTS):
