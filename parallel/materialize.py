@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from parallel.replaced import mark_replaced
 from parallel.replicas import local_part, verify_replicas
 from parallel.tensor_parallel import tie
 from parallel.trained import Trained
@@ -73,8 +74,9 @@ def allocate(trained: Trained) -> None:
 
 
 def _allocate(trained: Trained) -> None:
-    trained.source.to_empty(device=trained.parameter_device)
-    tie(trained.source, trained.plan.tied)
+    with mark_replaced(trained.source):
+        trained.source.to_empty(device=trained.parameter_device)
+        tie(trained.source, trained.plan.tied)
 
 
 def seed_of(seed: int, fqn: str) -> int:

@@ -1,9 +1,11 @@
 """Lays a model out on a mesh; the only place that knows the order in which the axes apply."""
 
+import hashlib
+
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.backend import Backend
 from parallel.config import ParallelConfig
 from parallel.fsdp2 import FullyShard
@@ -11,7 +13,8 @@ from parallel.layout import check_built, check_layout, resolve
 from parallel.mesh import Mesh
 from parallel.none import OneProcess
 from parallel.plan import ParallelPlan
-from parallel.replicas import hash_bits
+from parallel.replaced import mark_replaced
+from parallel.replicas import differ_between_ranks, hash_bits
 from parallel.tensor_parallel import apply_tensor_parallel, tie
 from parallel.trained import Trained
 
@@ -42,29 +45,45 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
     check_layout(resolved, plan.shape)
     plan.check(model)
     _check_values(model, mesh)
-    if mesh.degree("tp") > 1:
-        # TP first: fully_shard must see DTensors to build the 2-D layout.
-        apply_tensor_parallel(
+    with mark_replaced(model):
+        if mesh.degree("tp") > 1:
+            # TP first: fully_shard must see DTensors to build the 2-D layout.
+            apply_tensor_parallel(
+                model,
+                mesh["tp"],
+                plan.tensor_parallel,
+                sequence_parallel=resolved.sequence_parallel,
+                loss_parallel=resolved.loss_parallel,
+            )
+            tie(model, plan.tied)
+        apply_activation_checkpointing(
             model,
-            mesh["tp"],
-            plan.tensor_parallel,
-            sequence_parallel=resolved.sequence_parallel,
-            loss_parallel=resolved.loss_parallel,
+            plan.blocks,
+            resolved.activation_checkpointing,
+            every=resolved.activation_checkpoint_every,
+            policy=resolved.activation_checkpoint_policy,
         )
-        tie(model, plan.tied)
-    return Trained(model, mesh, resolved, plan, BACKENDS[resolved.data_parallel]())
+        return Trained(model, mesh, resolved, plan, BACKENDS[resolved.data_parallel]())
 
 
 def _check_values(model: nn.Module, mesh: Mesh) -> None:
     """Refuses a model whose ranks were seeded apart: each would contribute shards of another model."""
-    real = {fqn: parameter for fqn, parameter in model.named_parameters() if not parameter.is_meta}
-    if not real or mesh.size == 1:
+    if mesh.size == 1:
         return
-    hashes = torch.stack([hash_bits(parameter.detach()) for parameter in real.values()]).to(mesh.device)
-    least, most = hashes.clone(), hashes.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    apart = [fqn for fqn, differs in zip(real, (least != most).tolist(), strict=True) if differs]
+    named = dict(model.named_parameters())
+    kinds = [f"{fqn} {tuple(each.shape)} {each.dtype} meta={each.is_meta}" for fqn, each in named.items()]
+    digest = int.from_bytes(hashlib.sha256("; ".join(kinds).encode()).digest()[:7], "big")
+    if differ_between_ranks(torch.tensor(digest, device=mesh.device)).item():
+        raise ValueError(
+            "ranks hold different models: names, shapes, dtypes or which parameters are on meta differ; build the "
+            f"same model on every rank. This one has {len(kinds)} parameters, first {kinds[:1]}"
+        )
+    hashes = [hash_bits(each.detach()).to(mesh.device) for each in named.values() if not each.is_meta]
+    if not hashes:
+        return
+    real = [fqn for fqn, each in named.items() if not each.is_meta]
+    differs = differ_between_ranks(torch.stack(hashes)).tolist()
+    apart = [fqn for fqn, differ in zip(real, differs, strict=True) if differ]
     if apart:
         raise ValueError(
             f"ranks hold different values of {len(apart)} parameters ({', '.join(apart[:3])} ...) and fully_shard "

@@ -1,5 +1,6 @@
 """The object that training, evaluation and checkpoints use, whatever backend is beneath."""
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch.optim import Optimizer
 
 from parallel import gradients, step
 from parallel.backend import Backend
-from parallel.batch import Batch
+from parallel.batch import IGNORE_INDEX, Batch
 from parallel.config import ParallelConfig
 from parallel.layout import check_sequence_length
 from parallel.mesh import Mesh
@@ -105,9 +106,24 @@ class Trained:
             What the factory made.
 
         Raises:
-            ValueError: If it misses a trainable parameter or holds a foreign one.
+            ValueError: If it misses a trainable parameter or holds a foreign one, or parameters have no values yet.
         """
-        optimizer = factory({fqn: each for fqn, each in self.named_parameters().items() if each.requires_grad})
+        trainable = {fqn: each for fqn, each in self.named_parameters().items() if each.requires_grad}
+        on_meta = [fqn for fqn, each in trainable.items() if each.is_meta]
+        if on_meta:
+            raise ValueError(
+                f"{len(on_meta)} parameters are still on meta ({', '.join(on_meta[:3])} ...) and will be replaced; "
+                "call materialize before the optimizer is built"
+            )
+        narrow = [fqn for fqn, each in trainable.items() if each.dtype in (torch.bfloat16, torch.float16)]
+        if narrow:
+            warnings.warn(
+                f"{len(narrow)} parameters are stored in {trainable[narrow[0]].dtype} ({', '.join(narrow[:3])} ...): "
+                "updates smaller than their rounding are lost and optimizer state is as coarse; store float32 and set "
+                "precision=Precision(compute='bfloat16', reduce='float32')",
+                stacklevel=2,
+            )
+        optimizer = factory(trainable)
         self.check_optimizer(optimizer)
         return optimizer
 
@@ -162,6 +178,16 @@ class Trained:
             ValueError: If its sequence length does not divide or a token is outside the vocabulary.
         """
         check_sequence_length(self.config, batch.tokens.shape[1])
+        vocab_size = self.plan.shape.vocab_size
+        labels = batch.labels.where(batch.labels != IGNORE_INDEX, 0)
+        for name, ids in (("tokens", batch.tokens), ("labels", labels)):
+            # Split vocabularies would take a foreign token for another rank's, on every rank.
+            outside = ids[(ids < 0) | (ids >= vocab_size)]
+            if outside.numel():
+                raise ValueError(
+                    f"a batch's {name} hold {outside[0].item()}, but the vocabulary has {vocab_size} entries; use a "
+                    f"tokenizer whose ids are below {vocab_size}, or raise the model's vocab_size"
+                )
 
 
 def _pad(ids: Tensor, amount: int) -> Tensor:
