@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.batch import Batch
+from parallel.mesh import Mesh
+from parallel.replicas import differ_between_ranks, hash_bits
 
 if TYPE_CHECKING:
     from parallel.trained import Trained
@@ -89,12 +91,19 @@ def _agree_on_tokens(trained: "Trained", micro_batches: Sequence[Batch]) -> int:
         problem = error
     device, number = trained.mesh.device, len(micro_batches)
     tokens = sum((batch.num_valid_tokens.to(device) for batch in micro_batches), torch.zeros((), dtype=torch.int64))
+    peers_differ = _peers_differ(trained.mesh, micro_batches)
     shared = torch.tensor([0, int(problem is not None), number, number * number], device=device)
     shared[0] = tokens
+    shared[1] += peers_differ
     dist.all_reduce(shared, group=trained.mesh.group("loss"))
     num_valid_tokens, num_refusals, numbers, squares = shared.tolist()
     if problem is not None:
         raise problem
+    if num_refusals and peers_differ.item():
+        raise ValueError(
+            f"the ranks {trained.mesh.ranks('tp')} split each matrix between them, so they need the same batches; "
+            "they were given different ones: choose data by mesh.coordinate('dp')"
+        )
     if num_refusals:
         raise ValueError(f"{num_refusals} other ranks refused their batches; their message says why")
     if squares * trained.mesh.degree("loss") != numbers * numbers:
@@ -103,6 +112,18 @@ def _agree_on_tokens(trained: "Trained", micro_batches: Sequence[Batch]) -> int:
             f"{numbers / trained.mesh.degree('loss'):.2f}: pad the short ones with batches whose labels are all ignored"
         )
     return int(num_valid_tokens)
+
+
+def _peers_differ(mesh: Mesh, micro_batches: Sequence[Batch]) -> Tensor:
+    """Whether ranks that should hold the same micro-batches do not, a bool scalar."""
+    if mesh.degree("tp") == 1:
+        return torch.tensor(False, device=mesh.device)
+    digest = torch.tensor(len(micro_batches), device=mesh.device)
+    for batch in micro_batches:
+        for ids in (batch.tokens, batch.labels, batch.positions, batch.document_ids):
+            part = 0 if ids is None else hash_bits(ids).to(mesh.device) + ids.shape[0]
+            digest = digest * 0x5851F42D4C957F2D + part
+    return differ_between_ranks(digest, mesh.group("tp"))
 
 
 def _total(trained: "Trained", losses: list[Tensor], num_valid_tokens: int) -> StepResult:

@@ -75,7 +75,9 @@ def tensor_parallel(split: bool, loss_parallel: bool) -> list[tuple[str, str, st
             loss += [("all_gather", "tp", "forward", size * V * FLOAT)]
     # Each rank saw its part of the sequence, so gradients of norms are added; else they are the same already.
     norms = [("all_reduce", "tp", "backward", D * FLOAT)] * (2 * L + 1) if split else []
-    return [each for each in [*forward, *backward, *loss, *norms] if each[0] is not None]  # type: ignore[misc]
+    # Least and most of a hash of the micro-batches, int64: ranks that split matrices must be given the same ones.
+    peers = [("all_reduce", "tp", "forward", 2 * 8)]
+    return [each for each in [*forward, *backward, *loss, *norms, *peers] if each[0] is not None]  # type: ignore[misc]
 
 
 def counted(config: ParallelConfig, num_micro_batches: int) -> Figures:
