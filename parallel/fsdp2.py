@@ -67,7 +67,13 @@ def apply_fsdp2(
         reshard_after_forward: Free a unit after its forward and gather it again in backward (ZeRO-3).
         sharding: How units are kept and prefetched.
         precision: Compute, reduce and output dtypes.
+
+    Raises:
+        ValueError: If a unit asks for another view.
     """
+    foreign = [unit for unit in units if unit.view != "fsdp"]
+    if foreign:
+        raise ValueError(f"units over another view than fsdp are not built yet: {foreign}")
     pin = mesh.device_type == "cuda"
     shard = functools.partial(
         fully_shard,

@@ -77,7 +77,8 @@ class ParallelPlan:
 
         Raises:
             ValueError: If a key matches no module, a unit or block names none, a style is unknown, a module
-                stands in two units, or tied names are not one parameter.
+                stands in two units, tied names are not one parameter or lie in different units, or names that are
+                one parameter are not called tied.
         """
         modules = dict(model.named_modules(remove_duplicate=False))
         for pattern, style in self.tensor_parallel.items():
@@ -94,6 +95,9 @@ class ParallelPlan:
         twice = {fqn for fqn in in_units if in_units.count(fqn) > 1}
         if twice:
             raise ValueError(f"modules {sorted(twice)} stand in more than one sharding unit")
+        self._check_tied(model)
+
+    def _check_tied(self, model: nn.Module) -> None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for names in self.tied:
             missing = [name for name in names if name not in parameters]
@@ -101,6 +105,22 @@ class ParallelPlan:
                 raise ValueError(f"tied parameters {missing} do not exist in {type(model).__name__}")
             if len({id(parameters[name]) for name in names}) != 1:
                 raise ValueError(f"the plan calls {names} tied, but in the model they are different parameters")
+            units = {name: self._unit_of(name) for name in names}
+            if len(set(units.values())) != 1:
+                raise ValueError(f"tied parameters must lie in one sharding unit, but the plan puts them in {units}")
+        names_of: dict[int, list[str]] = {}
+        for name, parameter in parameters.items():
+            names_of.setdefault(id(parameter), []).append(name)
+        for same in names_of.values():
+            if len(same) > 1 and not any(set(same) <= set(names) for names in self.tied):
+                raise ValueError(f"{same} are one parameter, which splitting would untie; list them in the plan's tied")
+
+    def _unit_of(self, parameter: str) -> tuple[str, ...]:
+        """Modules of the innermost unit that holds a parameter; none for the root."""
+        around = [
+            (len(fqn), unit.modules) for unit in self.units for fqn in unit.modules if parameter.startswith(f"{fqn}.")
+        ]
+        return max(around, default=(0, ()))[1]
 
 
 def matching(pattern: str, fqns: Mapping[str, object]) -> list[str]:
