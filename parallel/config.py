@@ -113,7 +113,11 @@ class ParallelConfig:
         schedule: Pipeline schedule, with pp > 1 only.
         cp_method: How attention sees the whole sequence, with cp > 1 only.
         precision: Compute and reduce dtypes.
-        activation_checkpointing: What is recomputed in backward instead of kept.
+        activation_checkpointing: What backward computes again instead of keeping it: nothing, all of a block but its
+            input, or what a policy does not keep.
+        activation_checkpoint_every: Do so in the first block and in every n-th after it.
+        activation_checkpoint_policy: With `selective`, which results of ops are kept: `every_second_matmul`,
+            `matmuls`, `attention`, or a name that was added to `activation_checkpoint.POLICIES`.
         compile: Compile each block.
         sharding: How parameters are grouped, gathered and kept; with fsdp1 and fsdp2 only.
         reduce_gradients: When ranks sum gradients: after every micro-batch, or after the last, which sends less
@@ -134,6 +138,8 @@ class ParallelConfig:
     cp_method: ContextParallelMethod | None = None
     precision: Precision = field(default_factory=Precision)
     activation_checkpointing: ActivationCheckpointing = "none"
+    activation_checkpoint_every: int = 1
+    activation_checkpoint_policy: str = "every_second_matmul"
     compile: bool = False
     sharding: Sharding = field(default_factory=Sharding)
     reduce_gradients: ReduceGradients | None = None
@@ -154,6 +160,12 @@ class ParallelConfig:
             if degree < 1:
                 only = "" if name == "dp_shard" else "; only dp_shard may be -1 (the ranks that are left)"
                 raise ValueError(f"{name}={degree} must be at least 1{only}")
+        _check_integer("activation_checkpoint_every", self.activation_checkpoint_every, 1)
+        if self.activation_checkpoint_every > 1 and self.activation_checkpointing == "none":
+            raise ValueError(
+                f"activation_checkpoint_every={self.activation_checkpoint_every} needs activation_checkpointing 'full' "
+                "or 'selective'; it is 'none'"
+            )
         self._check_axes()
         self._check_backend()
 

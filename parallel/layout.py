@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from parallel.activation_checkpoint import check_policy
 from parallel.config import ParallelConfig
 from parallel.plan import ModelShape
 
@@ -60,6 +61,7 @@ def check_layout(config: ParallelConfig, shape: ModelShape, *, num_micro_batches
     _check_reshard_group(config)
     _check_experts(config, shape)
     _check_pipeline(config, shape, num_micro_batches)
+    check_policy(config.activation_checkpoint_policy)
     if config.cp_method == "ulysses":
         split = config.tp * config.cp
         if split > shape.num_heads or shape.num_heads % split:
@@ -105,7 +107,6 @@ def check_built(config: ParallelConfig) -> None:
         "ep": config.ep > 1,
         "data_parallel": config.data_parallel not in ("none", "fsdp2"),
         "strategy": config.data_parallel == "fsdp2" and config.strategy == "no_shard",
-        "activation_checkpointing": config.activation_checkpointing != "none",
         "compile": config.compile,
     }
     asked = [f"{name}={getattr(config, name)!r}" for name, unbuilt in waiting.items() if unbuilt]
