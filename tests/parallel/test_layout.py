@@ -60,11 +60,7 @@ def test_an_illegal_layout_is_refused_for_the_reason_given(row: dict[str, str]) 
         ({"pp": 2, "schedule": "1f1b"}, "not built yet: pp=2"),
         ({"cp": 2, "cp_method": "ring"}, "not built yet: cp=2"),
         ({"data_parallel": "ddp"}, "not built yet: data_parallel='ddp'"),
-        ({"compile": True}, "not built yet: compile=True"),
-        (
-            {"compile": True, "activation_checkpointing": "full"},
-            "activation_checkpointing='full', compile=True",
-        ),
+        ({"cp": 2, "cp_method": "ring", "data_parallel": "zero1"}, "cp=2, data_parallel='zero1'"),
     ],
 )
 def test_what_no_code_does_yet_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
@@ -78,6 +74,8 @@ def test_what_no_code_does_yet_is_refused_by_name(fields: dict[str, Any], messag
         ({"tp": 2.0}, "tp=2.0 must be an integer"),
         ({"tp": True}, "tp=True must be an integer"),
         ({"compile": "yes"}, "compile='yes' must be true or false"),
+        ({"activation_checkpoint_every": 0}, "activation_checkpoint_every=0 must be an integer of at least 1"),
+        ({"activation_checkpoint_every": 2}, "needs activation_checkpointing 'full' or 'selective'; it is 'none'"),
         ({"strategy": "shard_grad_op", "dp_replicate": 2}, "use 'hybrid_shard'"),
         ({"data_parallel": "ddp", "sharding": Sharding(cpu_offload=True)}, "ddp does not shard parameters"),
         ({"strategy": "shard_grad_op", "sharding": Sharding(reshard_group=2)}, "keeps it whole; use full_shard"),
