@@ -2,17 +2,20 @@
 
 import dataclasses
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from parallel import ParallelConfig
+from recipes.command import parse
 from recipes.data import load_dataset, text_entropy
 from recipes.generate import GenerateCommand, print_sample
-from recipes.launch import fail, run, world_size_to_come
+from recipes.launch import run
+from recipes.launchers import join_launcher, world_size_to_come
+from recipes.messages import one_message
 from recipes.metrics import format_bytes
 from recipes.recipe import Recipe, find_recipe
 from recipes.train import TrainSummary, train
@@ -24,13 +27,15 @@ class FirstRun:
 
     Attributes:
         recipe: Name of the recipe.
-        switch_step: Optimizer steps of the first leg; the second goes on to the recipe's end.
+        steps: Optimizer steps of both legs together; default: those of the recipe.
+        switch_step: Optimizer steps of the first leg; the second does the rest.
         folder: Where to write; what an earlier first run left there is removed.
         nproc: Ranks to start on this machine; default: one for each GPU, or 2 without any.
         debug: Show the traceback of an error.
     """
 
     recipe: str = "llama_debug"
+    steps: int | None = None
     switch_step: int = 200
     folder: str = "runs/first_run"
     nproc: int | None = None
@@ -50,6 +55,8 @@ def first_run(command: FirstRun) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=120)
+    if join_launcher():
+        raise ValueError("the first run starts its own ranks twice; start it without a launcher")
     world_size = world_size_to_come(command.nproc)
     legs = _legs(command, world_size)
     for recipe in legs:
@@ -73,11 +80,10 @@ def first_run(command: FirstRun) -> None:
 def _legs(command: FirstRun, world_size: int) -> list[Recipe]:
     base = find_recipe(command.recipe)
     output = dataclasses.replace(base.output, folder=command.folder)
-    base = dataclasses.replace(base, output=output)
-    if not 0 < command.switch_step < base.training.steps:
-        raise ValueError(
-            f"switch_step={command.switch_step} must lie within the {base.training.steps} steps of the run"
-        )
+    steps = base.training.steps if command.steps is None else command.steps
+    base = dataclasses.replace(base, output=output, training=dataclasses.replace(base.training, steps=steps))
+    if not 0 < command.switch_step < steps:
+        raise ValueError(f"switch_step={command.switch_step} must lie within the {steps} steps of the run")
     first = dataclasses.replace(base.training, stop_at=command.switch_step)
     tp = 2 if world_size % 2 == 0 else 1
     return [
@@ -132,11 +138,8 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: Words of the command line; None takes the process's own.
     """
-    command = tyro.cli(FirstRun, args=arguments, prog="python -m recipes.first_run")
-    try:
-        first_run(command)
-    except (ValueError, OSError) as error:
-        fail(error, debug=command.debug)
+    with one_message(debug="--debug" in (sys.argv if arguments is None else arguments)):
+        first_run(parse(FirstRun, arguments, "python -m recipes.first_run"))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Samples text from a checkpoint, on any mesh: `python -m recipes.generate CHECKPOINT --prompt TEXT`."""
 
+import os
 import sys
 from dataclasses import dataclass, field, replace
 from typing import Annotated
@@ -10,12 +11,17 @@ import tyro
 from torch import Tensor
 
 from checkpoint import TrainState, latest, load, read_manifest
+from checkpoint.manifest import MANIFEST_NAME
 from parallel import ParallelConfig, build_mesh
 from parallel.materialize import allocate
 from recipes.checks import check_integer, check_number
+from recipes.command import parse
 from recipes.data import ByteTokenizer
-from recipes.launch import fail, run, world_size_to_come
-from recipes.recipe import Recipe, from_json
+from recipes.launch import run
+from recipes.launchers import world_size_to_come
+from recipes.messages import one_message
+from recipes.recipe import Recipe
+from recipes.structure import from_json
 from recipes.train import build_model
 
 
@@ -24,7 +30,7 @@ class GenerateCommand:
     """Samples text from a checkpoint.
 
     Attributes:
-        checkpoint: A checkpoint, or a folder of checkpoints, of which the newest is taken.
+        checkpoint: A checkpoint, or a folder of checkpoints or of a run, of which the newest is taken.
         prompt: Text to continue.
         num_tokens: Most tokens to sample; the end of a document ends the sample.
         temperature: Divides the logits: below 1 the likely becomes likelier; 0 always takes the likeliest.
@@ -109,7 +115,28 @@ def print_sample(command: GenerateCommand, recipe: Recipe) -> None:
     """Samples, and prints prompt and sample on rank 0."""
     text = generate(command, recipe)
     if dist.get_rank() == 0:
-        print(command.prompt + text, flush=True)
+        tokenizer = ByteTokenizer()
+        # Decoded, because a prompt that is no UTF-8 cannot be printed as it came.
+        print(tokenizer.decode(tokenizer.encode(command.prompt)) + text, flush=True)
+
+
+def find_checkpoint(path: str) -> str:
+    """One checkpoint of a path that may be that, a folder of them, or the folder of a run.
+
+    Args:
+        path: The path.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not os.path.isdir(path):
+        raise ValueError(f"there is no checkpoint: {path!r} is not a folder")
+    if os.path.exists(os.path.join(path, MANIFEST_NAME)):
+        return path
+    found = latest(path) or latest(os.path.join(path, "checkpoints"))
+    if found is None:
+        raise ValueError(f"{path!r} holds no complete checkpoint (a folder step-<number> with {MANIFEST_NAME})")
+    return str(found)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -119,15 +146,11 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: Words of the command line; None takes the process's own.
     """
     debug = "--debug" in (sys.argv if arguments is None else arguments)
-    try:
-        command = tyro.cli(
-            GenerateCommand, args=arguments, prog="python -m recipes.generate", config=(tyro.conf.AvoidSubcommands,)
-        )
-        found = latest(command.checkpoint) or command.checkpoint
-        recipe = from_json(read_manifest(found).header.recipe)
+    with one_message(debug=debug):
+        command = parse(GenerateCommand, arguments, "python -m recipes.generate")
+        command = replace(command, checkpoint=find_checkpoint(command.checkpoint))
+        recipe = from_json(read_manifest(command.checkpoint).header.recipe)
         replace(recipe, parallel=command.parallel).check(world_size_to_come(command.nproc))
-    except (ValueError, OSError) as error:
-        fail(error, debug=debug)
     run(print_sample, command, recipe, num_processes=command.nproc, debug=debug)
 
 

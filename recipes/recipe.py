@@ -3,21 +3,21 @@
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import recipes
 from models.config import ModelConfig
-from models.registry import family, family_of
+from models.registry import family_of
 from parallel import ParallelConfig
 from parallel.layout import check_built, check_layout, check_sequence_length, resolve
 from recipes.checks import check_integer, check_number
-from recipes.data import DataConfig
+from recipes.data import ByteTokenizer, DataConfig
 from recipes.optimizer import OptimizerConfig
-from recipes.schedule import ScheduleConfig
+from recipes.schedule import ScheduleConfig, check_warmup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +145,12 @@ class Recipe:
         check_layout(resolved, self.model.shape)
         check_sequence_length(resolved, self.data.sequence_length)
         check_built(resolved)
+        check_warmup(self.schedule, self.training.steps)
+        if self.model.shape.vocab_size < ByteTokenizer.vocab_size:
+            raise ValueError(
+                f"the model's vocab_size={self.model.shape.vocab_size} is less than the {ByteTokenizer.vocab_size} "
+                "tokens of the byte-level tokenizer"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as JSON can hold it; the model's config with the name of its family."""
@@ -167,50 +173,47 @@ def find_recipe(name: str) -> Recipe:
         ValueError: If there is no such recipe or file, or the file does not make one.
     """
     if name.endswith(".py"):
-        module = _import_file(Path(name))
-    elif name in recipe_names():
-        module = importlib.import_module(f"recipes.{name}")
-    else:
+        return _recipe_of_file(Path(name))
+    if name not in recipe_names():
         raise ValueError(f"unknown recipe {name!r}; legal: {', '.join(recipe_names())}, or the path of a .py file")
-    make: Callable[[], object] | None = getattr(module, "recipe", None)
-    made = make() if callable(make) else None
-    if not isinstance(made, Recipe):
-        raise ValueError(f"{name} must define a function recipe() that returns a Recipe")
+    made: Recipe = importlib.import_module(f"recipes.{name}").recipe()
     return made
 
 
-def from_json(values: Mapping[str, Any]) -> Recipe:
-    """The recipe that `to_json` wrote, as a checkpoint holds it.
+def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Fields that differ between two recipes or parts of one, as `training.steps 300 -> 6`.
 
     Args:
-        values: What `to_json` gave.
-
-    Raises:
-        ValueError: If it is not one of this version.
+        before: What `Recipe.to_json` gave of one, or a part of it.
+        now: The same of the other.
+        prefix: What the names of fields start with.
     """
-    # Read only by commands that open a checkpoint.
-    import cattrs
-
-    converter = cattrs.Converter(forbid_extra_keys=True)
-
-    def model_config(value: dict[str, Any], _: object) -> ModelConfig:
-        fields = dict(value)
-        return converter.structure(fields, family(fields.pop("family")).config)
-
-    converter.register_structure_hook_func(lambda kind: kind is ModelConfig, model_config)
-    try:
-        return converter.structure(dict(values), Recipe)
-    except Exception as error:
-        lines = "; ".join(cattrs.transform_error(error)) if isinstance(error, ExceptionGroup) else str(error)
-        raise ValueError(f"the checkpoint's recipe does not fit this version of meshwright: {lines}") from error
+    changes: list[str] = []
+    for name in dict.fromkeys([*before, *now]):
+        one, other = before.get(name), now.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            changes += changed_fields(one, other, f"{prefix}{name}.")
+        elif one != other and not (isinstance(one, tuple | list) and list(one) == list(other or ())):
+            changes.append(f"{prefix}{name} {one} -> {other}")
+    return changes
 
 
-def _import_file(path: Path) -> ModuleType:
+def _recipe_of_file(path: Path) -> Recipe:
+    """Calls `recipe()` of a file of the user's."""
     if not path.is_file():
         raise ValueError(f"there is no recipe file {str(path)!r}")
-    specification = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"_recipe_file_{path.stem}"
+    specification = importlib.util.spec_from_file_location(name, path)
     if specification is None or specification.loader is None:
         raise ValueError(f"{str(path)!r} cannot be imported")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    # Known to Python as an import would make it, because dataclasses look their module up.
+    module = sys.modules[name] = importlib.util.module_from_spec(specification)
+    try:
+        specification.loader.exec_module(module)
+        make: Callable[[], object] | None = getattr(module, "recipe", None)
+        made = make() if callable(make) else None
+    except Exception as error:
+        raise ValueError(f"the recipe file {str(path)!r} raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, Recipe):
+        raise ValueError(f"the recipe file {str(path)!r} must define a function recipe() that returns a Recipe")
+    return made

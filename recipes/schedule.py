@@ -34,6 +34,23 @@ class ScheduleConfig:
         check_fraction("min_ratio", self.min_ratio)
 
 
+def check_warmup(config: ScheduleConfig, total_steps: int) -> None:
+    """Refuses a warm-up that the run does not finish.
+
+    Args:
+        config: The shape of the curve.
+        total_steps: Optimizer steps of the run.
+
+    Raises:
+        ValueError: If the warm-up is longer than the run.
+    """
+    if config.warmup_steps > total_steps:
+        raise ValueError(
+            f"warmup_steps={config.warmup_steps} must not exceed the {total_steps} optimizer steps of the run; "
+            "shorten the warm-up or train longer"
+        )
+
+
 def learning_rate_factor(step: int, config: ScheduleConfig, total_steps: int) -> float:
     """What the peak learning rate is multiplied by in one step.
 
@@ -66,11 +83,7 @@ class WarmupCosine(LambdaLR):
             ValueError: If there are no steps, or the warm-up is longer than the run.
         """
         check_integer("total_steps", total_steps, minimum=1)
-        if config.warmup_steps > total_steps:
-            raise ValueError(
-                f"warmup_steps={config.warmup_steps} must not exceed the {total_steps} optimizer steps of the run; "
-                "shorten the warm-up or train longer"
-            )
+        check_warmup(config, total_steps)
         self._shape: dict[str, Any] = {
             "total_steps": total_steps,
             "warmup_steps": config.warmup_steps,

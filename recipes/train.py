@@ -1,6 +1,7 @@
 """The training loop and its command: `python -m recipes.train RECIPE [overrides]`."""
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint import TrainState, latest, load, save
+from checkpoint import TrainState, latest, load, read_manifest, save
 from checkpoint.ranks import Ranks
 from models.registry import family_of
 from parallel import Batch, Mesh, Trained, build_mesh, materialize, parallelize
@@ -19,8 +20,9 @@ from recipes.data import DataStream, TextData, evaluation_batches, load_dataset
 from recipes.launch import run
 from recipes.metrics import EvaluationMetrics, MetricsFile, Reporter, StepMetrics, peak_bytes
 from recipes.optimizer import adamw_factory
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, changed_fields
 from recipes.schedule import WarmupCosine
+from recipes.table import recipe_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +54,12 @@ class TrainSummary:
     load_s: float | None
 
 
-def train(recipe: Recipe) -> TrainSummary:
+def train(recipe: Recipe, changes: Sequence[str] | None = None) -> TrainSummary:
     """Trains a recipe, from its newest checkpoint or from scratch; every rank of the job calls this.
 
     Args:
         recipe: What to train and how to split it.
+        changes: Fields in which it differs from the recipe that it is named after, to be shown; None: not known.
 
     Returns:
         What the run did.
@@ -68,6 +71,7 @@ def train(recipe: Recipe) -> TrainSummary:
     mesh, ranks, training = build_mesh(recipe.parallel), Ranks(), recipe.training
     trained = build_model(recipe, mesh)
     text = ranks.together("read the text", lambda: load_dataset(recipe.data))
+    _require_equal(ranks, recipe, text)
     stream = _stream(recipe, text, mesh)
     found = ranks.on_coordinator("look for a checkpoint", lambda: latest(recipe.output.checkpoints))
     if found is None:
@@ -82,7 +86,7 @@ def train(recipe: Recipe) -> TrainSummary:
         stateful={"schedule": schedule, "data": stream},
         recipe=recipe.to_json(),
     )
-    load_s = None if found is None else _timed_load(found, state)
+    load_s = None if found is None else _timed_load(found, state, recipe)
 
     with ExitStack() as stack:
         file = stack.enter_context(_open_metrics(recipe, ranks, None if found is None else state.step))
@@ -91,7 +95,8 @@ def train(recipe: Recipe) -> TrainSummary:
                 total_steps=training.steps, rank=ranks.rank, done_steps=state.step, every_steps=recipe.output.log_every
             )
         )
-        reporter.message(_headline(recipe, mesh, state, found))
+        reporter.table(recipe_table(recipe, mesh, text, changes))
+        reporter.message(_headline(state, found))
         log = RunLog(reporter, file, state.step)
         evaluation = _evaluation(recipe, text, mesh)
         while state.step < training.last_step:
@@ -210,9 +215,32 @@ def _stream(recipe: Recipe, text: TextData, mesh: Mesh) -> DataStream:
     )
 
 
-def _timed_load(path: Path, state: TrainState) -> float:
+def _require_equal(ranks: Ranks, recipe: Recipe, text: TextData) -> None:
+    """Refuses to train ranks on different recipes or texts, which no collective would notice."""
+    mine = {"recipe": recipe.to_json(), "text to train on": text.train.fingerprint}
+    everyone = ranks.gather(mine)
+    for what in mine:
+        differing = [rank for rank, each in enumerate(everyone) if each[what] != everyone[0][what]]
+        if differing:
+            raise ValueError(
+                f"rank {', '.join(map(str, differing))} has another {what} than rank 0; give every rank the same "
+                "command line and the same files"
+            )
+
+
+def _timed_load(path: Path, state: TrainState, recipe: Recipe) -> float:
     start_s = time.perf_counter()
-    load(path, state)
+    try:
+        load(path, state)
+    except ValueError as error:
+        saved = read_manifest(path).header.recipe
+        changes = changed_fields(saved.get("model", {}), recipe.to_json()["model"], "model.")
+        if not changes:
+            raise
+        raise ValueError(
+            f"{str(error).splitlines()[0]}: the model is another one (saved -> now): {'; '.join(changes)}; name "
+            "another output.folder for it"
+        ) from error
     return time.perf_counter() - start_s
 
 
@@ -251,10 +279,8 @@ def _is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def _headline(recipe: Recipe, mesh: Mesh, state: TrainState, found: Path | None) -> str:
-    parameters = recipe.model.num_parameters
-    start = "from scratch" if found is None else f"from {found} (step {state.step}, {state.num_tokens:,} tokens)"
-    return f"{recipe.name}: {parameters / 1e6:.2f} M parameters on {mesh.describe()}, {start}"
+def _headline(state: TrainState, found: Path | None) -> str:
+    return "from scratch" if found is None else f"from {found}: step {state.step}, {state.num_tokens:,} tokens seen"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -263,8 +289,8 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: Words of the command line; None takes the process's own.
     """
-    command = parse_train(arguments)
-    run(train, command.recipe, num_processes=command.nproc, debug=command.debug)
+    command, changes = parse_train(arguments)
+    run(train, command.recipe, changes, num_processes=command.nproc, debug=command.debug)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from recipes.metrics.records import EvaluationMetrics, StepMetrics
 
@@ -82,3 +83,12 @@ class Reporter:
         """
         if not self._silent:
             self._console.print(text, markup=False, soft_wrap=True)
+
+    def table(self, table: Table) -> None:
+        """Shows a table.
+
+        Args:
+            table: What to show.
+        """
+        if not self._silent:
+            self._console.print(table)
