@@ -13,6 +13,7 @@ from parallel.backend import Backend
 from parallel.batch import IGNORE_INDEX, Batch
 from parallel.config import ParallelConfig
 from parallel.layout import check_sequence_length
+from parallel.local_step import step_on_local_shards
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan
 
@@ -96,7 +97,9 @@ class Trained:
         return gradients.clip_gradients(self.named_parameters().values(), self.mesh, max_norm, norm_type)
 
     def build_optimizer(self, factory: Callable[[dict[str, nn.Parameter]], Optimizer]) -> Optimizer:
-        """Builds an optimizer over the parameters as they are sharded.
+        """Builds an optimizer over the parameters as they are sharded, whose step works on local shards.
+
+        It must treat each element by itself, as SGD and the Adam family do.
 
         Args:
             factory: Makes it from the parameters by fqn, for example
@@ -125,6 +128,8 @@ class Trained:
             )
         optimizer = factory(trainable)
         self.check_optimizer(optimizer)
+        if any(isinstance(each, DTensor) for each in trainable.values()):
+            step_on_local_shards(optimizer)
         return optimizer
 
     def check_optimizer(self, optimizer: Optimizer) -> None:

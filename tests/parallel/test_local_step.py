@@ -1,0 +1,107 @@
+"""An optimizer steps on local shards and shows DTensors to everybody else."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from models.llama.config import LlamaConfig
+from parallel import ParallelConfig
+from tests.parallel.small_model import batches, build, whole
+from tests.ranks import run_ranks
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-3}),
+    "fused adamw": (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
+    "foreach adamw": (torch.optim.AdamW, {"lr": 1e-3, "foreach": True, "amsgrad": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "uneven shards": (3, {}),
+    "two meshes": (4, {"tp": 2, "sequence_parallel": False}),
+}
+# Its vocabulary gives 3 ranks uneven shards, and a norm of 64 gives the last of 3 ranks fewer rows.
+MODEL = LlamaConfig(num_layers=1, vocab_size=257)
+
+
+def steps_on_shards_and_through_dtensor(layout: dict[str, Any], name: str) -> tuple[float, set[str], bool]:
+    """The largest difference between both ways, the kinds of the state's tensors, and whether groups kept theirs."""
+    optimizer_class, options = OPTIMIZERS[name]
+    finals, kinds, kept = [], set[str](), True
+    for local in (True, False):
+        trained = build(ParallelConfig(**layout), MODEL)
+        make = lambda named: optimizer_class(list(named.values()), **options)  # noqa: E731
+        optimizer = trained.build_optimizer(make) if local else make(trained.named_parameters())
+        for step in range(2):
+            trained.forward_backward(batches(trained.mesh, step))
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.5
+        named = trained.named_parameters()
+        finals.append({fqn: whole(parameter) for fqn, parameter in named.items()})
+        if local:
+            kept = all(a is b for a, b in zip(optimizer.param_groups[0]["params"], named.values(), strict=True))
+            for parameter, entries in dict[Any, Any](optimizer.state).items():
+                for value in entries.values():
+                    if isinstance(value, torch.Tensor) and value.dim() > 0:
+                        kinds.add(type(value).__name__)
+                        kept &= isinstance(value, DTensor) and value.placements == parameter.placements
+                        kept &= value.shape == parameter.shape
+    worst = max((finals[0][fqn] - finals[1][fqn]).abs().max().item() for fqn in finals[0])
+    return worst, kinds, kept
+
+
+def every_optimizer(layout: dict[str, Any], names: list[str]) -> dict[str, tuple[float, set[str], bool]]:
+    return {name: steps_on_shards_and_through_dtensor(layout, name) for name in names}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_on_shards_is_the_step_through_dtensor(layout: str) -> None:
+    world_size, fields = LAYOUTS[layout]
+    # torch's own foreach kernels refuse DTensors of two meshes, so there is nothing to compare with.
+    names = [name for name in OPTIMIZERS if not (name.startswith("foreach") and layout == "two meshes")]
+    for outcomes in run_ranks(world_size, every_optimizer, fields, names):
+        for name, (worst, kinds, kept) in outcomes.items():
+            assert worst == 0.0, name
+            assert kinds <= {"DTensor"}, name
+            assert kept, name
+
+
+def test_a_step_that_raises_half_way_can_be_done_again() -> None:
+    assert run_ranks(2, step_raises_then_works) == [True, True]
+
+
+def step_raises_then_works() -> bool:
+    trained = build(ParallelConfig(), MODEL)
+    optimizer = trained.build_optimizer(lambda named: torch.optim.SGD(list(named.values()), lr=0.1))
+    trained.forward_backward(batches(trained.mesh, 0))
+    before = whole(trained.named_parameters()["norm.weight"])
+    kept, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], None
+    try:
+        optimizer.step()
+    except TypeError:
+        optimizer.param_groups[0]["lr"] = kept
+        optimizer.step()
+    trained.check_optimizer(optimizer)
+    return not torch.equal(whole(trained.named_parameters()["norm.weight"]), before)
+
+
+def test_state_that_a_user_replaces_between_steps_is_used() -> None:
+    assert run_ranks(2, replaced_state_is_used) == [True, True]
+
+
+def replaced_state_is_used() -> bool:
+    trained = build(ParallelConfig(), MODEL)
+    optimizer = trained.build_optimizer(lambda named: torch.optim.SGD(list(named.values()), lr=0.1, momentum=0.9))
+    for step in range(2):
+        trained.forward_backward(batches(trained.mesh, step))
+        optimizer.step()
+    parameter = trained.named_parameters()["norm.weight"]
+    optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, 10.0)}
+    before = whole(parameter)
+    trained.forward_backward(batches(trained.mesh, 2))
+    optimizer.step()
+    # 0.1 x 0.9 x 10, beside a gradient that is far smaller.
+    return bool(((before - whole(parameter)) > 0.8).all())
