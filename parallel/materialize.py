@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from parallel.replaced import mark_replaced
 from parallel.replicas import local_part, verify_replicas
@@ -52,10 +52,8 @@ def materialize(trained: Trained, seed: int = 0) -> None:
     device = trained.parameter_device
     _allocate(trained)
     for fqn, parameter in trained.named_parameters().items():
-        whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-        generator = torch.Generator(device).manual_seed(seed_of(seed, fqn))
-        model.init_parameter(fqn, whole, generator)
-        _keep_part(parameter, whole)
+        # In a function, so that one whole tensor is gone before the next is made.
+        _keep_part(parameter, _draw(model, fqn, parameter.shape, seed, device))
     trained.wrap_after_materialize()
     verify_replicas(trained.named_parameters(), trained.mesh)
 
@@ -89,11 +87,16 @@ def seed_of(seed: int, fqn: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{fqn}".encode()).digest()[:7], "big")
 
 
+def _draw(model: InitializesParameters, fqn: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
+    whole = torch.empty(shape, dtype=torch.float32, device=device)
+    model.init_parameter(fqn, whole, torch.Generator(device).manual_seed(seed_of(seed, fqn)))
+    return whole
+
+
 @torch.no_grad()
 def _keep_part(parameter: nn.Parameter, whole: Tensor) -> None:
     if isinstance(parameter, DTensor):
-        # src_data_rank=None: every rank holds the whole tensor, so nothing needs to be sent.
-        split = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        local_part(parameter).copy_(split.to_local())
-    else:
-        parameter.copy_(whole)
+        # Where the part lies, as checkpoints ask for it; distribute_tensor would copy it once more.
+        (part,) = parameter.__create_chunk_list__()
+        whole = whole[tuple(slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True))]
+    local_part(parameter).copy_(whole)
