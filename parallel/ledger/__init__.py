@@ -1,0 +1,1 @@
+"""Bytes that a layout holds and sends: predicted, and measured in a real step."""
