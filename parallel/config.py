@@ -196,10 +196,10 @@ class ParallelConfig:
                 f"{backend} does not shard parameters, so strategy={self.strategy!r} has no meaning; "
                 "use data_parallel='fsdp2', or leave strategy out"
             )
-        if not shards and self.dp_shard > 1:
+        if self.resolved_strategy == "no_shard" and self.dp_shard > 1:
             raise ValueError(
-                f"{backend} does not shard parameters, so dp_shard={self.dp_shard} has no meaning; use "
-                f"data_parallel='fsdp2', or dp_replicate={self.dp_replicate * self.dp_shard} with dp_shard=1"
+                f"{backend} does not shard parameters here, so dp_shard={self.dp_shard} has no meaning; use another "
+                f"strategy of fsdp2, or dp_replicate={self.dp_replicate * self.dp_shard} with dp_shard=1"
             )
         if backend in ("none", "dp"):
             split = {name: getattr(self, name) for name in DEGREES if getattr(self, name) not in (1, -1)}

@@ -23,10 +23,12 @@ class FullyShard:
     default_reduce_gradients: ReduceGradients = "every_micro_batch"
 
     def wrap(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> nn.Module:
-        """Shards the model in place over the fsdp view, or over dp_replicate x fsdp for the hybrids."""
+        """Shards over the fsdp view, or over dp_replicate x fsdp for the hybrids; no_shard replicates over dp."""
+        view = mesh.hybrid if config.is_hybrid else mesh["fsdp"]
         apply_fsdp2(
             model,
-            mesh.hybrid if config.is_hybrid else mesh["fsdp"],
+            mesh["dp_replicate"] if config.resolved_strategy == "no_shard" else view,
+            replicate=config.resolved_strategy == "no_shard",
             units=choose_units(model, plan, config.sharding),
             reshard_after_forward=config.resolved_strategy in ("full_shard", "hybrid_shard"),
             sharding=config.sharding,
@@ -53,6 +55,7 @@ def apply_fsdp2(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
+    replicate: bool = False,
     units: tuple[Unit, ...],
     reshard_after_forward: bool,
     sharding: Sharding,
@@ -63,6 +66,7 @@ def apply_fsdp2(
     Args:
         model: The whole model, already split by tensor parallelism where that is in use.
         mesh: 1-D to shard, 2-D to replicate over the first dim and shard over the second.
+        replicate: Keep every parameter whole and sum its gradient over a 1-D mesh.
         units: Modules that are gathered together, in the order in which they run.
         reshard_after_forward: Free a unit after its forward and gather it again in backward (ZeRO-3).
         sharding: How units are kept and prefetched.
@@ -76,7 +80,7 @@ def apply_fsdp2(
         raise ValueError(f"units over another view than fsdp are not built yet: {foreign}")
     pin = mesh.device_type == "cuda"
     shard = functools.partial(
-        fully_shard,
+        _replicate if replicate else fully_shard,
         mesh=mesh,
         offload_policy=CPUOffloadPolicy(pin_memory=pin) if sharding.cpu_offload else OffloadPolicy(),
     )
@@ -103,6 +107,16 @@ def apply_fsdp2(
             # Every axis sums (the loss is already divided by the global token count); gloo has no PREMUL_SUM.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _replicate(
+    module: nn.Module | list[nn.Module], *, reshard_after_forward: bool | int = False, **options: Any
+) -> Any:
+    """`fully_shard` that keeps parameters whole, so that there is nothing to reshard."""
+    # Private: torch has no public name yet for fully_shard's replicating twin; test_fsdp2 fails if it moves.
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate(module, **options)
 
 
 def _policy(precision: Precision, *, root: bool) -> MixedPrecisionPolicy:

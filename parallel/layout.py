@@ -33,7 +33,7 @@ def resolve(config: ParallelConfig, world_size: int) -> ParallelConfig:
                 f"{degrees} = {others}; legal world sizes here: multiples of {others}"
             )
         left = world_size // others
-        if config.data_parallel in ("ddp", "zero1"):
+        if config.resolved_strategy == "no_shard":
             return replace(config, dp_replicate=config.dp_replicate * left, dp_shard=1)
         return replace(config, dp_shard=left)
     product = others * config.dp_shard
@@ -106,14 +106,13 @@ def check_built(config: ParallelConfig) -> None:
         "cp": config.cp > 1,
         "ep": config.ep > 1,
         "data_parallel": config.data_parallel not in ("none", "fsdp2"),
-        "strategy": config.data_parallel == "fsdp2" and config.strategy == "no_shard",
         "compile": config.compile,
     }
     asked = [f"{name}={getattr(config, name)!r}" for name, unbuilt in waiting.items() if unbuilt]
     if asked:
         raise ValueError(
             f"not built yet: {', '.join(asked)}; today dp_replicate, dp_shard and tp work, with data_parallel "
-            "'fsdp2' (full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2) or 'none'"
+            "'fsdp2' (every strategy) or 'none'"
         )
 
 

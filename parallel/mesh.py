@@ -71,13 +71,12 @@ class Mesh:
         Raises:
             KeyError: If there is no such view.
         """
-        if view not in self._views:
-            raise KeyError(f"no view {view!r}; legal: {', '.join(VIEWS)}")
+        _axes_of(view)
         return self._views[view]
 
     def degree(self, view: str) -> int:
         """Ranks along a view."""
-        return prod(getattr(self.config, axis) for axis in VIEWS[view])
+        return prod(getattr(self.config, axis) for axis in _axes_of(view))
 
     def coordinate(self, view: str) -> int:
         """This rank's place along a view, from 0."""
@@ -93,7 +92,7 @@ class Mesh:
 
     def all_groups(self, view: str) -> list[list[int]]:
         """The global ranks of every group of a view; together they hold each rank once."""
-        along = [AXES.index(axis) for axis in VIEWS[view]]
+        along = [AXES.index(axis) for axis in _axes_of(view)]
         across = [dim for dim in range(len(AXES)) if dim not in along]
         groups: list[list[int]] = self._ranks.permute(across + along).reshape(-1, self.degree(view)).tolist()
         return groups
@@ -122,6 +121,12 @@ class Mesh:
     def _new_view(self, name: str) -> DeviceMesh:
         group, _ = dist.new_subgroups_by_enumeration(self.all_groups(name))
         return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(name,))
+
+
+def _axes_of(view: str) -> tuple[str, ...]:
+    if view not in VIEWS:
+        raise KeyError(f"no view {view!r}; legal: {', '.join(VIEWS)}")
+    return VIEWS[view]
 
 
 def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Mesh:
