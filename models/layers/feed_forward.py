@@ -1,5 +1,8 @@
 """Gated feed-forward layer with the SwiGLU non-linearity."""
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,5 +29,23 @@ class FeedForward(nn.Module):
         Args:
             x_BSD: Normalized residual stream, [B, S, D].
         """
-        out_BSD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+        out_BSD: Tensor = self.down_proj(_SwiGLU.apply(self.gate_proj(x_BSD), self.up_proj(x_BSD)))
         return out_BSD
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up.
+
+    Autograd would keep silu(gate) beside gate and up, the widest activation of a block, to save what computing it
+    again costs: next to nothing, as one product less is allocated.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
