@@ -1,5 +1,6 @@
 """The output head, whose loss never holds the logits of more than a chunk of tokens."""
 
+import math
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class LossHead(nn.Module):
     def __init__(self, width: int, vocab_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
+        # As nn.Linear does: what empty memory holds may be NaN.
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         self.tensor_parallel: HeadSplit | None = None
         self.chunk_tokens: int | None = None
 
