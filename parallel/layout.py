@@ -58,6 +58,7 @@ def check_layout(config: ParallelConfig, shape: ModelShape, *, num_micro_batches
     """
     for name in ("num_heads", "num_kv_heads", "feed_forward_width"):
         _check_divides("tp", config.tp, name, getattr(shape, name), shape)
+    _check_vocabulary(config, shape)
     _check_reshard_group(config)
     _check_experts(config, shape)
     _check_pipeline(config, shape, num_micro_batches)
@@ -106,7 +107,6 @@ def check_built(config: ParallelConfig) -> None:
         "cp": config.cp > 1,
         "ep": config.ep > 1,
         "data_parallel": config.data_parallel not in ("none", "fsdp2"),
-        "compile": config.compile,
     }
     asked = [f"{name}={getattr(config, name)!r}" for name, unbuilt in waiting.items() if unbuilt]
     if asked:
@@ -124,6 +124,19 @@ def _check_divides(axis: str, degree: int, name: str, count: int, shape: ModelSh
             if not (shape.num_heads % n or shape.num_kv_heads % n or shape.feed_forward_width % n)
         ]
         raise ValueError(f"{axis}={degree} must divide {name}={count}; legal here: {legal}")
+
+
+def _check_vocabulary(config: ParallelConfig, shape: ModelShape) -> None:
+    """A rank that held no entry could look nothing up; uneven parts are legal."""
+
+    def leaves_none_empty(tp: int) -> bool:
+        return -(-shape.vocab_size // tp) * (tp - 1) < shape.vocab_size
+
+    if not leaves_none_empty(config.tp):
+        legal = [tp for tp in range(1, config.tp) if leaves_none_empty(tp)]
+        raise ValueError(
+            f"tp={config.tp} leaves a rank without any of vocab_size={shape.vocab_size}; legal here: {legal}"
+        )
 
 
 def _check_reshard_group(config: ParallelConfig) -> None:

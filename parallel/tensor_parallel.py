@@ -111,6 +111,7 @@ def apply_tensor_parallel(
         "head": lambda: VocabularyParallelHead(residual, loss_parallel),
     }
     modules = dict(model.named_modules())
+    frozen = [fqn for fqn, parameter in model.named_parameters() if not parameter.requires_grad]
     for pattern, style in styles.items():
         for fqn in matching(pattern, modules):
             parallel_style = makers[style]()
@@ -119,6 +120,9 @@ def apply_tensor_parallel(
             if style == "embedding":
                 # Else blocks would start from a view of a collective's result, which fully_shard warns of.
                 modules[fqn].register_forward_hook(_copy_output)
+    for fqn in frozen:
+        # Some of torch's styles make every parameter trainable.
+        model.get_parameter(fqn).requires_grad_(False)
 
 
 def _copy_output(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
