@@ -1,5 +1,7 @@
 """Compiles a model's blocks one by one."""
 
+import os
+import shutil
 from collections.abc import Sequence
 
 import torch
@@ -7,17 +9,38 @@ from torch import nn
 
 from parallel.plan import Block
 
+BACKEND = "inductor"
 
-def apply_compile(model: nn.Module, blocks: Sequence[Block]) -> None:
-    """Compiles the forward of each block, as one graph.
 
-    A block's forward is replaced rather than the block wrapped: no name changes, and hooks on the block, which gather
-    its parameters, stay outside of the graph. Blocks of one shape share their compiled code.
+def check_compiler(device_type: str) -> None:
+    """Refuses to compile where nothing turns generated code into machine code, which would fail in the first step.
 
     Args:
-        model: The whole model, already split by tensor parallel where that is in use.
+        device_type: Where the model will run.
+
+    Raises:
+        ValueError: If there is no compiler.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if device_type == "cpu" and shutil.which(compiler) is None:
+        raise ValueError(
+            f"compile needs a C++ compiler on the CPU and {compiler!r} was not found; install g++, set CXX, or use "
+            "compile=False"
+        )
+    if device_type == "cuda" and not torch.utils._triton.has_triton():
+        raise ValueError("compile needs triton on a GPU and it was not found; install it, or use compile=False")
+
+
+def apply_compile(model: nn.Module, blocks: Sequence[Block]) -> None:
+    """Compiles the forward of each block as one graph.
+
+    A block's forward is replaced rather than the block wrapped: no name changes, and hooks on the block, which gather
+    its parameters, stay outside of the graph. Blocks that are alike share their code.
+
+    Args:
+        model: The whole model, already split by tensor parallelism where that is in use.
         blocks: Its blocks.
     """
     for block in blocks:
         module = model.get_submodule(block.fqn)
-        module.forward = torch.compile(module.forward, fullgraph=True)
+        module.forward = torch.compile(module.forward, backend=BACKEND, fullgraph=True)

@@ -118,7 +118,7 @@ class ParallelConfig:
         activation_checkpoint_every: Do so in the first block and in every n-th after it.
         activation_checkpoint_policy: With `selective`, which results of ops are kept: `every_second_matmul`,
             `matmuls`, `attention`, or a name that was added to `activation_checkpoint.POLICIES`.
-        compile: Compile each block.
+        compile: Compile each block, through inductor. The first step then takes some ten seconds longer.
         sharding: How parameters are grouped, gathered and kept; with fsdp1 and fsdp2 only.
         reduce_gradients: When ranks sum gradients: after every micro-batch, or after the last, which sends less
             but holds unsharded gradients meanwhile. None: the backend's default.

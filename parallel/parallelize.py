@@ -7,6 +7,7 @@ from torch import nn
 
 from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.backend import Backend
+from parallel.compile import apply_compile, check_compiler
 from parallel.config import ParallelConfig
 from parallel.fsdp2 import FullyShard
 from parallel.layout import check_built, check_layout, resolve
@@ -17,6 +18,7 @@ from parallel.replaced import mark_replaced
 from parallel.replicas import differ_between_ranks, hash_bits
 from parallel.tensor_parallel import apply_tensor_parallel, tie
 from parallel.trained import Trained
+from parallel.units import choose_units
 
 BACKENDS: dict[str, type[Backend]] = {"none": OneProcess, "fsdp2": FullyShard}
 
@@ -44,6 +46,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
         raise ValueError(f"the mesh was built for {mesh.config}, not for {resolved}; call build_mesh with this config")
     check_layout(resolved, plan.shape)
     plan.check(model)
+    _check_blocks(model, mesh, resolved, plan)
     _check_values(model, mesh)
     with mark_replaced(model):
         if mesh.degree("tp") > 1:
@@ -56,14 +59,44 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
                 loss_parallel=resolved.loss_parallel,
             )
             tie(model, plan.tied)
-        apply_activation_checkpointing(
-            model,
-            plan.blocks,
-            resolved.activation_checkpointing,
-            every=resolved.activation_checkpoint_every,
-            policy=resolved.activation_checkpoint_policy,
-        )
+        _apply_to_blocks(model, resolved, plan)
         return Trained(model, mesh, resolved, plan, BACKENDS[resolved.data_parallel]())
+
+
+def _check_blocks(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> None:
+    """Refuses what cannot be done to blocks."""
+    if config.compile:
+        check_compiler(mesh.device.type)
+    selective = config.activation_checkpointing == "selective"
+    if config.data_parallel not in ("fsdp1", "fsdp2") or not (config.compile or selective):
+        return
+    starts = tuple(f"{block.fqn}." for block in plan.blocks)
+    fqns = [fqn for unit in choose_units(model, plan, config.sharding) for fqn in unit.modules]
+    within = [fqn for fqn in fqns if fqn.startswith(starts)]
+    if within:
+        what = "compile=True" if config.compile else "activation_checkpointing='selective'"
+        raise ValueError(
+            f"{what} sees each block as one sequence of ops, but {len(within)} sharding units lie within blocks "
+            f"({', '.join(within[:3])} ...) and gathering them would become part of it; use units='block' or 'model'"
+        )
+
+
+def _apply_to_blocks(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) -> None:
+    """Activation checkpointing, then compile: a policy chooses among the ops of the graph."""
+    # Full checkpointing has nothing to choose and goes around the compiled block: within it torch 2.13 fails under tp,
+    # where it would have to keep a mesh for backward.
+    compile_first = config.activation_checkpointing == "full"
+    if config.compile and compile_first:
+        apply_compile(model, plan.blocks)
+    apply_activation_checkpointing(
+        model,
+        plan.blocks,
+        config.activation_checkpointing,
+        every=config.activation_checkpoint_every,
+        policy=config.activation_checkpoint_policy,
+    )
+    if config.compile and not compile_first:
+        apply_compile(model, plan.blocks)
 
 
 def _check_values(model: nn.Module, mesh: Mesh) -> None:
