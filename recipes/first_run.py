@@ -54,7 +54,7 @@ def first_run(command: FirstRun) -> None:
     """
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=120)
+        console = Console(highlight=False, width=140)
     if join_launcher():
         raise ValueError("the first run starts its own ranks twice; start it without a launcher")
     world_size = world_size_to_come(command.nproc)
@@ -95,6 +95,8 @@ def _legs(command: FirstRun, world_size: int) -> list[Recipe]:
 def _clear(folder: Path) -> None:
     """Removes what an earlier first run left."""
     own = {"checkpoints", "metrics.jsonl"}
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{str(folder)!r} is no folder; name another one")
     foreign = sorted({each.name for each in folder.iterdir()} - own) if folder.is_dir() else []
     if foreign:
         raise ValueError(

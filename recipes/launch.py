@@ -79,9 +79,7 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_proces
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if not debug:
-        # It logs the whole failure; this module prints its first cause in one line.
-        for name in ("torch.distributed", "torch.multiprocessing"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        _silence_launcher()
     # More threads than cores would fight: ranks share the machine.
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -123,6 +121,15 @@ def _report(rank: int, failure: "ProcessFailure", *, debug: bool) -> NoReturn:
     restore_cursor()
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(USER_ERROR)
+
+
+def _silence_launcher() -> None:
+    """Keeps torch's launcher from logging the whole failure, of which this module prints the cause in one line."""
+    of_launcher = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+    # One by one, because they have levels of their own.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(of_launcher):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextmanager

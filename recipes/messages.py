@@ -14,7 +14,7 @@ from recipes.launchers import is_first_rank
 
 USER_ERROR = 1
 USER_ERRORS = (ValueError, OSError)
-SAY_S = 1.0
+SAY_S = 0.5
 
 
 @contextmanager
