@@ -46,9 +46,7 @@ class FullyShard:
 
     def reshard(self, model: nn.Module) -> None:
         """Frees the unsharded parameters of every unit."""
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        _reshard(model)
 
 
 def apply_fsdp2(
@@ -141,9 +139,18 @@ def _prefetch(units: Sequence[FSDPModule], sharding: Sharding) -> None:
 
 
 def _reshard_after_evaluation(model: nn.Module, _inputs: object, _output: object) -> None:
-    """Reshards a root that no backward will reshard; else an optimizer built next would hold dead parameters."""
-    if not torch.is_grad_enabled() and isinstance(model, FSDPModule):
-        model.reshard()
+    """Reshards what no backward will reshard: the root, and units that strategies keep gathered for backward.
+
+    Else an optimizer built next would hold dead parameters, and a forward after its step would see the old values.
+    """
+    if not torch.is_grad_enabled():
+        _reshard(model)
+
+
+def _reshard(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _refuse_direct_forward(module: nn.Module, fqn: str) -> None:
