@@ -1,26 +1,40 @@
 """Text as packed sequences, in an order that depends neither on the mesh nor on where a run was interrupted."""
 
-from recipes.data.config import PYTHON_STDLIB, DataConfig
-from recipes.data.documents import Document, read_documents
-from recipes.data.load import TextData, load_dataset
-from recipes.data.packing import PackedDataset, Sample, collate
+from recipes.data.chat import TEMPLATES, ChatTemplate, Message, chat_prompt_tokens
+from recipes.data.collate import collate
+from recipes.data.config import PYTHON_STDLIB, DataConfig, SourceConfig, TokenizerConfig, WeightedSource
+from recipes.data.load import SourceReport, TextData, load_dataset
+from recipes.data.mixture import Dataset, MixedDataset
+from recipes.data.packing import PackedDataset, Sample
 from recipes.data.statistics import TextEntropy, text_entropy
 from recipes.data.stream import DataStream, evaluation_batches
-from recipes.data.tokenizer import ByteTokenizer
+from recipes.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer, prompt_tokens
 
 __all__ = [
     "PYTHON_STDLIB",
+    "TEMPLATES",
     "ByteTokenizer",
+    "ChatTemplate",
     "DataConfig",
     "DataStream",
-    "Document",
+    "Dataset",
+    "Message",
+    "MixedDataset",
     "PackedDataset",
     "Sample",
+    "SourceConfig",
+    "SourceReport",
     "TextData",
     "TextEntropy",
+    "Tokenizer",
+    "TokenizerConfig",
+    "WeightedSource",
+    "chat_prompt_tokens",
+    "check_vocabulary",
     "collate",
     "evaluation_batches",
     "load_dataset",
-    "read_documents",
+    "load_tokenizer",
+    "prompt_tokens",
     "text_entropy",
 ]

@@ -1,19 +1,16 @@
 """Documents joined to one stream of tokens, cut into samples of equal length."""
 
-import hashlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from parallel.batch import IGNORE_INDEX, Batch
+from parallel.batch import IGNORE_INDEX
 from recipes.checks import check_integer
-from recipes.data.documents import Document
-from recipes.data.tokenizer import ByteTokenizer
+from recipes.data.order import permutation
+from recipes.data.store import TokenStore
 
-# B batch, S sequence
+# S sequence
 
 
 class Sample(NamedTuple):
@@ -21,7 +18,8 @@ class Sample(NamedTuple):
 
     Attributes:
         tokens: Token ids.
-        labels: The token that follows each position, `IGNORE_INDEX` at the end of a document and on padding.
+        labels: The token that follows each position, `IGNORE_INDEX` at the end of a document, before a token that is
+            not learned, and on padding.
         positions: Position within the part of the document that this sample holds.
         document_ids: Number of the document in the dataset; padding counts as one more.
     """
@@ -33,11 +31,14 @@ class Sample(NamedTuple):
 
 
 class PackedDataset:
-    """Documents as bos, bytes, eos, joined in order and cut every `sequence_length` tokens.
+    """The documents of a store, joined in order.
 
-    A document may go on in the next sample, where its positions start from 0 again: they stay below the sequence
-    length, and what attention sees there starts at the cut. Each token but a bos is the label of exactly one position
-    of one sample. The last sample is padded.
+    Documents of text are cut every `sequence_length` tokens. One may go on in the next sample, where its positions
+    start from 0 again: they stay below the sequence length, and what attention sees there starts at the cut. Each
+    token but the first of a document is the label of exactly one position of one sample. The last sample is padded.
+
+    Chats stay whole, since what a model is to say follows from all that was said before: a sample holds as many as
+    fit one after the other, and padding. One that is longer than a sample has one for itself, and loses its end.
 
     Attributes:
         sequence_length: Tokens of one sample.
@@ -45,16 +46,15 @@ class PackedDataset:
         num_documents: Documents packed.
         num_tokens: Tokens of all documents, bos and eos included, padding not.
         num_samples: Samples.
+        num_cut: Chats that lose their end.
         fingerprint: Hash of all tokens.
     """
 
-    def __init__(
-        self, documents: Sequence[Document], *, sequence_length: int, attend_across_documents: bool = False
-    ) -> None:
+    def __init__(self, store: TokenStore, *, sequence_length: int, attend_across_documents: bool = False) -> None:
         """Packs the documents.
 
         Args:
-            documents: What to pack, in order.
+            store: What to pack.
             sequence_length: Tokens of one sample.
             attend_across_documents: Let the documents that share a sample see each other.
 
@@ -62,29 +62,29 @@ class PackedDataset:
             ValueError: If there is no document, or the sequence length is not positive.
         """
         check_integer("sequence_length", sequence_length, minimum=1)
-        if not documents:
+        if store.num_documents == 0:
             raise ValueError("no documents to pack")
+        self.store = store
         self.sequence_length = sequence_length
         self.attend_across_documents = attend_across_documents
-        self.num_documents = len(documents)
-        lengths = np.array([len(document.text) + 2 for document in documents], dtype=np.int64)
-        self.num_tokens = int(lengths.sum())
-        # The last eos is a label only, so it opens no sample.
-        self.num_samples = -(-(self.num_tokens - 1) // sequence_length)
-        # The padding counts as a document, so that no token of text has a pad within its attention.
-        self._starts = np.concatenate([np.zeros(1, dtype=np.int64), lengths.cumsum()])
-        self._stream = np.full(self.num_samples * sequence_length + 1, ByteTokenizer.pad, dtype=np.uint16)
-        for document, start in zip(documents, self._starts.tolist(), strict=False):
-            end = start + 1 + len(document.text)
-            self._stream[start] = ByteTokenizer.bos
-            self._stream[start + 1 : end] = np.frombuffer(document.text, dtype=np.uint8)
-            self._stream[end] = ByteTokenizer.eos
-        self.fingerprint = hashlib.blake2b(self.tokens.astype("<u2", copy=False).data, digest_size=16).hexdigest()
+        self.num_documents = store.num_documents
+        self.num_tokens = store.num_tokens
+        self.fingerprint = store.fingerprint
+        self._borders: NDArray[np.int64] | None = None
+        self.num_cut = 0
+        if store.learned is None:
+            # The last eos is a label only, so it opens no sample.
+            self.num_samples = -(-(self.num_tokens - 1) // sequence_length)
+        else:
+            # The last token of a sample is a label only.
+            self._borders = _whole(store.starts, sequence_length + 1)
+            self.num_samples = len(self._borders) - 1
+            self.num_cut = int((np.diff(store.starts) > sequence_length + 1).sum())
 
     @property
-    def tokens(self) -> NDArray[np.uint16]:
-        """All tokens in order, padding excluded, uint16 [num_tokens]."""
-        return self._stream[: self.num_tokens]
+    def tokens(self) -> NDArray[np.integer]:
+        """All tokens in order, padding excluded, [num_tokens]."""
+        return self.store.tokens
 
     def sample(self, index: int) -> Sample:
         """One sample.
@@ -97,48 +97,60 @@ class PackedDataset:
         """
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of a dataset of {self.num_samples}")
-        start = index * self.sequence_length
-        row = self._stream[start : start + self.sequence_length + 1].astype(np.int64)
-        following = row[1:]
-        no_label = (following == ByteTokenizer.bos) | (following == ByteTokenizer.pad)
-        where = np.arange(start, start + self.sequence_length)
-        document_ids = self._starts.searchsorted(where, side="right") - 1
-        first = np.full(1, start) if self.attend_across_documents else np.maximum(self._starts[document_ids], start)
+        length, store = self.sequence_length, self.store
+        start, end = self._extent(index)
+        row = np.full(length + 1, store.pad, dtype=np.int64)
+        row[: end - start] = store.tokens[start:end]
+        where = np.arange(start, start + length + 1)
+        documents = store.starts.searchsorted(where, side="right") - 1
+        # The padding counts as a document, so that no token of text has a pad within its attention.
+        documents[end - start :] = self.num_documents
+        starts = np.minimum(store.starts[documents], end)
+        first = np.full(1, start) if self.attend_across_documents else np.maximum(starts[:-1], start)
+        has_label = (documents[1:] == documents[:-1]) & (where[1:] < end)
+        if store.learned is not None:
+            has_label[: end - start - 1] &= store.learned[start + 1 : end]
         return Sample(
             tokens=row[:-1],
-            labels=np.where(no_label, IGNORE_INDEX, following),
-            positions=where - first,
-            document_ids=document_ids,
+            labels=np.where(has_label, row[1:], IGNORE_INDEX),
+            positions=where[:-1] - first,
+            document_ids=documents[:-1],
         )
 
     def padding(self) -> Sample:
         """A row that does not enter the loss: pads alone."""
         length = self.sequence_length
         return Sample(
-            tokens=np.full(length, ByteTokenizer.pad, dtype=np.int64),
+            tokens=np.full(length, self.store.pad, dtype=np.int64),
             labels=np.full(length, IGNORE_INDEX, dtype=np.int64),
             positions=np.arange(length, dtype=np.int64),
             document_ids=np.full(length, self.num_documents, dtype=np.int64),
         )
 
+    def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
+        """All samples, shuffled.
 
-def collate(dataset: PackedDataset, sample_ids: Sequence[int], num_rows: int) -> Batch:
-    """A batch of the given samples, filled up with rows that do not enter the loss.
+        Args:
+            seed: Seed of the run.
+            epoch: Number of the epoch.
+        """
+        return permutation(self.num_samples, seed, epoch)
 
-    Args:
-        dataset: Where the samples are.
-        sample_ids: Which ones, at most `num_rows`.
-        num_rows: Rows of the batch.
+    def _extent(self, index: int) -> tuple[int, int]:
+        """Where a sample starts in the stream, and where the last of its labels ends."""
+        if self._borders is None:
+            start, limit = index * self.sequence_length, self.num_tokens
+        else:
+            start, limit = int(self._borders[index]), int(self._borders[index + 1])
+        return start, min(start + self.sequence_length + 1, limit)
 
-    Returns:
-        A batch of `num_rows` rows; without document ids where documents may see each other.
-    """
-    rows = [dataset.sample(index) for index in sample_ids]
-    rows += [dataset.padding()] * (num_rows - len(rows))
-    tokens, labels, positions, document_ids = (torch.from_numpy(np.stack(field)) for field in zip(*rows, strict=True))
-    return Batch(
-        tokens=tokens,
-        labels=labels,
-        positions=positions,
-        document_ids=None if dataset.attend_across_documents else document_ids,
-    )
+
+def _whole(starts: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Where samples of whole documents start in the stream, and where the last one ends."""
+    borders, document, num_documents = [0], 0, len(starts) - 1
+    starts = np.asarray(starts)
+    while document < num_documents:
+        fitting = int(starts.searchsorted(starts[document] + most, side="right")) - 1
+        document = max(fitting, document + 1)
+        borders.append(int(starts[document]))
+    return np.array(borders, dtype=np.int64)

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parallel.batch import Batch
 from recipes.checks import check_integer
-from recipes.data.packing import PackedDataset, collate
+from recipes.data.collate import collate
+from recipes.data.mixture import Dataset
 
 _IDENTITY = ("seed", "sequence_length", "num_samples", "fingerprint")
 
@@ -16,9 +16,10 @@ _IDENTITY = ("seed", "sequence_length", "num_samples", "fingerprint")
 class DataStream:
     """The samples of a dataset in an order that depends on (seed, epoch) alone, step by step, for ever.
 
-    A step takes the next `global_batch` samples of the epoch's permutation, whatever the mesh; data-parallel rank r of
-    n takes every n-th of them from the r-th on. Each sample comes exactly once an epoch: the last step of an epoch is
-    shorter where `global_batch` does not divide the dataset, never dropped and never filled from the next epoch.
+    A step takes the next `global_batch` samples of the epoch's order, whatever the mesh; data-parallel rank r of n
+    takes every n-th of them from the r-th on. Each sample comes exactly once an epoch, or in a mixture as its weights
+    say (see `recipes.data.mixture`): the last step of an epoch is shorter where `global_batch` does not divide its
+    samples, never dropped and never filled from the next epoch.
     Every step gives every rank the same number of micro-batches of the same shape; rows that hold no sample are
     padding, which does not enter the loss.
 
@@ -29,7 +30,7 @@ class DataStream:
     """
 
     def __init__(
-        self, dataset: PackedDataset, *, global_batch: int, micro_batch: int, dp_rank: int, dp_degree: int, seed: int
+        self, dataset: Dataset, *, global_batch: int, micro_batch: int, dp_rank: int, dp_degree: int, seed: int
     ) -> None:
         """Starts before the first sample of epoch 0.
 
@@ -53,7 +54,7 @@ class DataStream:
         self.epoch = 0
         self.position = 0
         self.last_sample_ids: list[int] = []
-        self._order = _permutation(dataset.num_samples, seed, 0)
+        self._order = dataset.order(seed, 0)
 
     @property
     def num_micro_batches(self) -> int:
@@ -114,12 +115,12 @@ class DataStream:
         if position == self._dataset.num_samples:
             epoch, position = epoch + 1, 0
         if epoch != self.epoch:
-            self._order = _permutation(self._dataset.num_samples, self._seed, epoch)
+            self._order = self._dataset.order(self._seed, epoch)
         self.epoch, self.position = epoch, position
 
 
 def evaluation_batches(
-    dataset: PackedDataset, *, micro_batch: int, dp_rank: int, dp_degree: int, max_samples: int | None = None
+    dataset: Dataset, *, micro_batch: int, dp_rank: int, dp_degree: int, max_samples: int | None = None
 ) -> list[Batch]:
     """This rank's share of a dataset for one evaluation, as many micro-batches on every rank.
 
@@ -143,17 +144,11 @@ def evaluation_batches(
     return _micro_batches(dataset, sample_ids[dp_rank::dp_degree].tolist(), micro_batch, num_micro_batches)
 
 
-def _micro_batches(dataset: PackedDataset, sample_ids: list[int], micro_batch: int, num: int) -> list[Batch]:
+def _micro_batches(dataset: Dataset, sample_ids: list[int], micro_batch: int, num: int) -> list[Batch]:
     return [
         collate(dataset, sample_ids[index * micro_batch : (index + 1) * micro_batch], micro_batch)
         for index in range(num)
     ]
-
-
-def _permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    # RandomState, because its stream is frozen: numpy may change that of newer generators, and resuming would reorder.
-    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch]
-    return np.random.RandomState(words).permutation(num_samples)
 
 
 def _check_share(micro_batch: int, dp_rank: int, dp_degree: int) -> None:

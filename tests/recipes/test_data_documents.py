@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from recipes.data import DataConfig, load_dataset, read_documents
+from recipes.data import DataConfig, load_dataset
+from tests.recipes.data_stores import read_texts
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def _folder(root: Path, names: list[str]) -> Path:
@@ -17,8 +23,8 @@ def _folder(root: Path, names: list[str]) -> Path:
 
 
 def _names(config: DataConfig) -> tuple[list[str], list[str]]:
-    train, held_out = read_documents(config)
-    return [each.name for each in train], [each.name for each in held_out]
+    train, held_out = read_texts(config)
+    return [name for name, _ in train], [name for name, _ in held_out]
 
 
 def test_a_folder_is_read_recursively_sorted_and_without_hidden_folders(tmp_path: Path) -> None:
@@ -67,9 +73,9 @@ def test_a_folder_of_two_files_trains_on_one_and_holds_out_the_other(tmp_path: P
 def test_the_last_part_of_a_single_file_is_held_out(tmp_path: Path) -> None:
     path = tmp_path / "only.dat"
     path.write_bytes(bytes(range(200)))
-    train, held_out = read_documents(DataConfig(source=str(path), held_out_fraction=0.1))
-    assert train[0].text == bytes(range(180))
-    assert held_out[0].text == bytes(range(180, 200))
+    train, held_out = read_texts(DataConfig(source=str(path), held_out_fraction=0.1))
+    assert train == [("only.dat", bytes(range(180)))]
+    assert held_out == [("only.dat", bytes(range(180, 200)))]
 
 
 def test_files_without_text_are_left_out(tmp_path: Path) -> None:

@@ -11,19 +11,25 @@ from parallel.batch import IGNORE_INDEX
 from recipes.data import (
     ByteTokenizer,
     DataConfig,
-    Document,
     PackedDataset,
     collate,
     load_dataset,
     text_entropy,
 )
+from tests.recipes.data_stores import byte_store
 
 BOS, EOS, PAD = ByteTokenizer.bos, ByteTokenizer.eos, ByteTokenizer.pad
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 def _packed(*texts: bytes, sequence_length: int, attend_across_documents: bool = False) -> PackedDataset:
-    documents = [Document(name=str(number), text=text) for number, text in enumerate(texts)]
-    return PackedDataset(documents, sequence_length=sequence_length, attend_across_documents=attend_across_documents)
+    return PackedDataset(
+        byte_store(*texts), sequence_length=sequence_length, attend_across_documents=attend_across_documents
+    )
 
 
 def test_the_tokenizer_gives_text_back_whatever_it_holds() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from parallel.batch import IGNORE_INDEX
-from recipes.data import DataStream, Document, PackedDataset, evaluation_batches
+from recipes.data import DataStream, PackedDataset, evaluation_batches
+from tests.recipes.data_stores import byte_store
 
 SEQUENCE_LENGTH = 8
 NUM_SAMPLES = 22
@@ -18,7 +19,7 @@ def _dataset(
     num_samples: int = NUM_SAMPLES, *, fill: bytes = b"", sequence_length: int = SEQUENCE_LENGTH
 ) -> PackedDataset:
     text = bytes(byte % 251 for byte in range(num_samples * SEQUENCE_LENGTH - 1 - len(fill))) + fill
-    return PackedDataset([Document(name="text", text=text)], sequence_length=sequence_length)
+    return PackedDataset(byte_store(text), sequence_length=sequence_length)
 
 
 def _streams(
