@@ -1,0 +1,88 @@
+"""Every private name of torch that the toolkit uses has a test that fails when torch changes it."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+ROWS = "tests/parallel/test_parallelize.py::test_a_layout_that_must_train_takes_a_step_like_one_process"
+COUNTS = "tests/parallel/test_collectives.py::test_a_step_sends_what_its_layout_says"
+
+# What is used, and the test that would notice.
+TESTED = {
+    "torch._C._autograd._get_current_graph_task_keep_graph": (
+        "tests/models/layers/test_loss.py::test_backward_may_walk_the_graph_twice"
+    ),
+    "torch._C._current_graph_task_id": (
+        "tests/parallel/test_collectives.py::test_every_kind_of_collective_is_counted_with_its_larger_side"
+    ),
+    "torch._foreach_mul_": (
+        "tests/parallel/test_gradients.py::"
+        "test_the_norm_over_mixed_meshes_is_that_of_the_full_gradients_and_clipping_reaches_its_bound"
+    ),
+    "torch._ops.OpOverload": COUNTS,
+    "torch.distributed._composable.replicate_with_fsdp.replicate": ROWS,
+    "torch.distributed.distributed_c10d._resolve_process_group": COUNTS,
+    "torch.ops._c10d_functional": ROWS,
+    "torch.utils._python_dispatch.TorchDispatchMode": COUNTS,
+    "torch.utils._triton.has_triton": "tests/test_private_torch_names.py::test_whether_triton_is_there_can_be_asked",
+}
+ALIASES = {"torch": "torch", "dist": "torch.distributed", "nn": "torch.nn", "F": "torch.nn.functional"}
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of an expression, with torch's usual aliases written out; empty for other expressions."""
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return ALIASES.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield dotted(node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+
+
+def used() -> set[str]:
+    """The longest private names in the source."""
+    sources = [
+        path for folder in ("parallel", "models", "checkpoint", "recipes") for path in (ROOT / folder).rglob("*.py")
+    ]
+    names = {name for path in sources for name in private_names(ast.parse(path.read_text())) if is_private(name)}
+    return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
+
+
+def test_each_private_name_that_is_used_is_listed_with_its_test() -> None:
+    assert used() == TESTED.keys(), "list a new name in TESTED with the test that fails when torch changes it"
+
+
+def test_each_listed_test_exists() -> None:
+    for where in TESTED.values():
+        file, _, function = where.partition("::")
+        tree = ast.parse((ROOT / file).read_text())
+        assert function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, where
+
+
+def test_each_listed_name_exists_in_this_torch() -> None:
+    for name in TESTED:
+        module, _, attribute = name.rpartition(".")
+        owner: object = torch
+        for part in module.split(".")[1:]:
+            owner = getattr(owner, part, None) or importlib.import_module(module)
+        assert hasattr(owner, attribute), name
+
+
+def test_whether_triton_is_there_can_be_asked() -> None:
+    import torch.utils._triton
+
+    assert torch.utils._triton.has_triton() in (True, False)
