@@ -1,10 +1,11 @@
 """Turns a command line into a recipe, and says what is wrong with it in one message."""
 
+import contextlib
 import dataclasses
 import sys
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -85,31 +86,43 @@ def parse(kind: type[T], arguments: list[str] | None, program: str, default: T |
 
 def _registry() -> ConstructorRegistry:
     registry = ConstructorRegistry()
-    registry.primitive_rule(_optional_config)
+    registry.primitive_rule(_config_in_words)
     return registry
 
 
-def _optional_config(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """One word for a config that may be None, which would be no option at all where it is None by default."""
-    members = get_args(info.type)
-    optional = get_origin(info.type) in (Union, UnionType) and len(members) == 2 and members[1] is type(None)
-    if not optional or not dataclasses.is_dataclass(members[0]):
+def _config_in_words(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """A word for a config that may be None, or for each of several, which by default would be no options at all."""
+    members: tuple[Any, ...] = (*get_args(info.type), None, None)
+    config, other = members[:2]
+    optional = get_origin(info.type) in (Union, UnionType) and other is type(None)
+    several = get_origin(info.type) is tuple and other is Ellipsis
+    is_config = dataclasses.is_dataclass(config)
+    if not is_config or not (optional or several):
         return None
-    config: Any = members[0]
+
+    def read(words: list[str]) -> Any:
+        if several:
+            return tuple(_read_config(config, word) for word in words)
+        return None if words[0] == "None" else _read_config(config, words[0])
 
     def write(value: Any) -> list[str]:
-        return ["None" if value is None else ",".join(f"{k}={v}" for k, v in dataclasses.asdict(value).items())]
+        return [_write_config(each) for each in value] if several else [_write_config(value) if value else "None"]
 
+    form = ",".join(f"{each.name}=..." for each in dataclasses.fields(config))
     return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="{None}|" + ",".join(f"{each.name}=..." for each in dataclasses.fields(config)),
-        instance_from_str=lambda words: None if words[0] == "None" else _config_of_word(config, words[0]),
-        is_instance=lambda value: value is None or isinstance(value, config),
+        nargs="*" if several else 1,
+        metavar=f"[{form} ...]" if several else f"{{None}}|{form}",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, tuple) if several else value is None or isinstance(value, config),
         str_from_instance=write,
     )
 
 
-def _config_of_word(config: Any, word: str) -> Any:
+def _write_config(config: Any) -> str:
+    return ",".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items())
+
+
+def _read_config(config: Any, word: str) -> Any:
     """Reads `name=value,name=value`; what is left out has its default."""
     # Here, because no other option needs it.
     from recipes.structure import structure
@@ -119,8 +132,13 @@ def _config_of_word(config: Any, word: str) -> Any:
         name, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"expected name=value, got {item!r}")
-        try:
-            values[name] = int(value)
-        except ValueError:
-            values[name] = float(value)
+        is_text = get_type_hints(config).get(name) is str
+        values[name] = value if is_text else _number_or_text(value)
     return structure(values, config)
+
+
+def _number_or_text(word: str) -> int | float | str:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(word)
+    return word

@@ -16,7 +16,7 @@ from parallel import ParallelConfig, build_mesh
 from parallel.materialize import allocate
 from recipes.checks import check_integer, check_number
 from recipes.command import parse
-from recipes.data import ByteTokenizer
+from recipes.data import load_tokenizer, prompt_tokens
 from recipes.launch import run
 from recipes.launchers import world_size_to_come
 from recipes.messages import one_message
@@ -79,17 +79,18 @@ def generate(command: GenerateCommand, recipe: Recipe) -> str:
     allocate(trained)
     load(command.checkpoint, TrainState(trained=trained), parts=("model",))
     context = recipe.data.sequence_length
-    tokens = [ByteTokenizer.bos, *ByteTokenizer().encode(command.prompt)]
+    tokenizer = load_tokenizer(recipe.data.tokenizer)
+    tokens = prompt_tokens(tokenizer, command.prompt)
     start = len(tokens)
     generator = torch.Generator().manual_seed(command.seed)
     while len(tokens) < start + command.num_tokens:
         # Beyond the length it was trained on, the model sees the latest part only.
         window = torch.tensor([tokens[-context:]], device=mesh.device)
         token = sample(trained.logits(window)[0, -1].cpu(), command.temperature, generator)
-        if token == ByteTokenizer.eos:
+        if token == tokenizer.eos:
             break
         tokens.append(token)
-    return ByteTokenizer().decode(tokens[start:])
+    return tokenizer.decode(tokens[start:])
 
 
 def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
@@ -115,9 +116,9 @@ def print_sample(command: GenerateCommand, recipe: Recipe) -> None:
     """Samples, and prints prompt and sample on rank 0."""
     text = generate(command, recipe)
     if dist.get_rank() == 0:
-        tokenizer = ByteTokenizer()
-        # Decoded, because a prompt that is no UTF-8 cannot be printed as it came.
-        print(tokenizer.decode(tokenizer.encode(command.prompt)) + text, flush=True)
+        # A prompt that is no UTF-8 cannot be printed as it came.
+        prompt = command.prompt.encode(errors="surrogateescape").decode(errors="replace")
+        print(prompt + text, flush=True)
 
 
 def find_checkpoint(path: str) -> str:

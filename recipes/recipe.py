@@ -15,7 +15,7 @@ from models.registry import family_of
 from parallel import ParallelConfig
 from parallel.layout import check_built, check_layout, check_sequence_length, resolve
 from recipes.checks import check_integer, check_number
-from recipes.data import ByteTokenizer, DataConfig
+from recipes.data import DataConfig, check_vocabulary
 from recipes.optimizer import OptimizerConfig
 from recipes.schedule import ScheduleConfig, check_warmup
 
@@ -146,11 +146,7 @@ class Recipe:
         check_sequence_length(resolved, self.data.sequence_length)
         check_built(resolved)
         check_warmup(self.schedule, self.training.steps)
-        if self.model.shape.vocab_size < ByteTokenizer.vocab_size:
-            raise ValueError(
-                f"the model's vocab_size={self.model.shape.vocab_size} is less than the {ByteTokenizer.vocab_size} "
-                "tokens of the byte-level tokenizer"
-            )
+        check_vocabulary(self.data, self.model.shape.vocab_size)
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as JSON can hold it; the model's config with the name of its family."""

@@ -73,7 +73,7 @@ def train(recipe: Recipe, changes: Sequence[str] | None = None) -> TrainSummary:
     text = ranks.together("read the text", lambda: load_dataset(recipe.data))
     _require_equal(ranks, recipe, text)
     stream = _stream(recipe, text, mesh)
-    found = ranks.on_coordinator("look for a checkpoint", lambda: latest(recipe.output.checkpoints))
+    found = ranks.on_coordinator(f"use {recipe.output.checkpoints}", lambda: _newest(recipe.output.checkpoints))
     if found is None:
         materialize(trained, seed=training.seed)
     else:
@@ -96,7 +96,7 @@ def train(recipe: Recipe, changes: Sequence[str] | None = None) -> TrainSummary:
             )
         )
         reporter.table(recipe_table(recipe, mesh, text, changes))
-        reporter.message(_headline(state, found))
+        reporter.message(_headline(state, found, training.last_step))
         log = RunLog(reporter, file, state.step)
         evaluation = _evaluation(recipe, text, mesh)
         while state.step < training.last_step:
@@ -215,6 +215,12 @@ def _stream(recipe: Recipe, text: TextData, mesh: Mesh) -> DataStream:
     )
 
 
+def _newest(folder: Path) -> Path | None:
+    """The newest checkpoint; the folder is made, so that one that cannot be fails the run before its first step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return latest(folder)
+
+
 def _require_equal(ranks: Ranks, recipe: Recipe, text: TextData) -> None:
     """Refuses to train ranks on different recipes or texts, which no collective would notice."""
     mine = {"recipe": recipe.to_json(), "text to train on": text.train.fingerprint}
@@ -279,8 +285,11 @@ def _is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def _headline(state: TrainState, found: Path | None) -> str:
-    return "from scratch" if found is None else f"from {found}: step {state.step}, {state.num_tokens:,} tokens seen"
+def _headline(state: TrainState, found: Path | None, last_step: int) -> str:
+    if found is None:
+        return "from scratch"
+    left = "" if state.step < last_step else f"; nothing is left to do until step {last_step}"
+    return f"from {found}: step {state.step}, {state.num_tokens:,} tokens seen{left}"
 
 
 def main(arguments: list[str] | None = None) -> None:

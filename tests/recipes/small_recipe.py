@@ -32,11 +32,16 @@ def write_text(folder: Path) -> Path:
 def small_recipe(folder: Path, **parts: dict[str, Any]) -> Recipe:
     """The recipe, writing to `folder`/out; `parts` replace fields of its parts."""
     source = folder / "text"
+    text = DataConfig(
+        source=str(source if source.is_dir() else write_text(folder)),
+        sequence_length=16,
+        cache=str(folder / "tokens"),
+    )
     recipe = Recipe(
         name="small",
         model=MODEL,
         parallel=ParallelConfig(),
-        data=DataConfig(source=str(source if source.is_dir() else write_text(folder)), sequence_length=16),
+        data=text,
         optimizer=OptimizerConfig(lr=1e-2),
         schedule=ScheduleConfig(warmup_steps=2),
         training=TrainingConfig(steps=STEPS, global_batch=6, micro_batch=2, evaluate_every=0),

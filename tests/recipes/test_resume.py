@@ -140,7 +140,7 @@ def test_on_another_mesh_losses_and_samples_are_those_of_an_uninterrupted_run(
     assert run.samples == {step: ids for step, ids in uninterrupted.samples.items() if step > stop}
 
 
-def test_a_run_that_has_ended_does_nothing_more(stopped: tuple[Recipe, int], tmp_path: Path) -> None:
+def test_a_run_that_has_ended_says_so_and_does_nothing_more(stopped: tuple[Recipe, int], tmp_path: Path) -> None:
     recipe, stop = stopped
     recipe = moved(recipe, tmp_path / "out")
     run = _run(dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, stop_at=stop)), 2)
