@@ -37,6 +37,8 @@ def cached(folder: Path, key: str, *, open_it: Callable[[Path], T | None], make_
         folder.mkdir(parents=True, exist_ok=True)
         failed_before = _written_ns(failure)
         with _locked(folder / f"{key}.lock") as locked:
+            # Asked first, since it makes a network file system look again at what others have done.
+            left = list(folder.glob(f"{key}.*.tmp"))
             found = open_it(final)
             if found is not None:
                 return found
@@ -45,8 +47,8 @@ def cached(folder: Path, key: str, *, open_it: Callable[[Path], T | None], make_
                 raise ValueError(failure.read_text())
             if locked:
                 # Nobody else is at work, so these are of processes that were killed.
-                for left in folder.glob(f"{key}.*.tmp"):
-                    shutil.rmtree(left, ignore_errors=True)
+                for each in left:
+                    shutil.rmtree(each, ignore_errors=True)
             try:
                 _make(final, open_it, make_it)
             except ValueError as error:

@@ -61,13 +61,14 @@ def load_dataset(config: DataConfig) -> TextData:
     train, held_out, reports = [], [], []
     for source in config.sources:
         tokens = load_tokens(source, config)
+        # Before the check, since it may be why there is little.
+        _warn_of_skipped(source, tokens)
         _check_size(source, tokens.train, config)
         sides = [_packed(store, config) for store in (tokens.train, tokens.held_out) if store.num_documents]
         train.append(sides[0])
         held_out += sides[1:]
         reports.append(_report(source, tokens, sides))
-    for report in reports:
-        _warn(report, config)
+        _warn_of_cut(reports[-1], config)
     return TextData(
         train=_mixed(train, [source.weight for source in config.sources]),
         # In proportion to its parts: each held-out sample comes once.
@@ -112,13 +113,16 @@ def _report(source: SourceConfig, tokens: SourceTokens, packed: list[PackedDatas
     )
 
 
-def _warn(report: SourceReport, config: DataConfig) -> None:
-    if report.num_skipped:
+def _warn_of_skipped(source: SourceConfig, tokens: SourceTokens) -> None:
+    if tokens.num_skipped:
         warnings.warn(
-            f"{report.num_skipped} files and records of {report.source!r} are left out, since they cannot be used; "
-            f"the first is {report.first_skipped}",
+            f"{tokens.num_skipped} files and records of {source.source!r} are left out, since they cannot be used; "
+            f"the first is {tokens.first_skipped}",
             stacklevel=3,
         )
+
+
+def _warn_of_cut(report: SourceReport, config: DataConfig) -> None:
     if report.num_cut:
         warnings.warn(
             f"{report.num_cut} of {report.num_documents} chats of {report.source!r} are longer than "

@@ -101,7 +101,7 @@ class DataStream:
         if differences:
             raise ValueError(
                 f"cannot resume at the saved data position, the data differ (saved -> now): {'; '.join(differences)}; "
-                "use the same text, sequence_length and seed, or start a new run"
+                "use the same text, tokenizer, mixture, sequence_length and seed, or start a new run"
             )
         check_integer("saved epoch", state["epoch"], minimum=0)
         check_integer("saved position", state["position"], minimum=0)
