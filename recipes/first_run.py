@@ -18,7 +18,8 @@ from recipes.launchers import join_launcher, world_size_to_come
 from recipes.messages import one_message
 from recipes.metrics import format_bytes
 from recipes.recipe import Recipe, find_recipe
-from recipes.train import TrainSummary, train
+from recipes.run_log import TrainSummary
+from recipes.train import train
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,12 @@
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from checkpoint import TrainState, latest, load, read_manifest, save
+from checkpoint import TrainState, latest, load, read_manifest
 from checkpoint.ranks import Ranks
 from models.registry import family_of
 from parallel import Batch, Mesh, Trained, build_mesh, materialize, parallelize
@@ -21,37 +19,9 @@ from recipes.launch import run
 from recipes.metrics import EvaluationMetrics, MetricsFile, Reporter, StepMetrics, peak_bytes
 from recipes.optimizer import adamw_factory
 from recipes.recipe import Recipe, changed_fields
+from recipes.run_log import RunLog, TrainSummary
 from recipes.schedule import WarmupCosine
 from recipes.table import recipe_table
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainSummary:
-    """What a run did, the same on every rank.
-
-    Attributes:
-        mesh: The layout in a few words.
-        first_step: Optimizer steps done before it.
-        last_step: Optimizer steps done after it.
-        first_loss: Loss of its first step, in nats a token.
-        last_loss: Loss of its last step.
-        held_out_loss: Loss on held-out text after it; None without such text.
-        tokens_per_s: Valid tokens a second over all ranks, by the median step.
-        peak_bytes: Peak memory of the fullest rank.
-        save_s: Seconds that the last checkpoint took.
-        load_s: Seconds that loading took; None for a new run.
-    """
-
-    mesh: str
-    first_step: int
-    last_step: int
-    first_loss: float
-    last_loss: float
-    held_out_loss: float | None
-    tokens_per_s: float
-    peak_bytes: int
-    save_s: float
-    load_s: float | None
 
 
 def train(recipe: Recipe, changes: Sequence[str] | None = None) -> TrainSummary:
@@ -144,64 +114,6 @@ def build_model(recipe: Recipe, mesh: Mesh) -> Trained:
     with torch.device("meta"):
         model = family.build(recipe.model).to(getattr(torch, recipe.training.stored_dtype))
     return parallelize(model, mesh, recipe.parallel, family.plan(recipe.model))
-
-
-class RunLog:
-    """Tells console and file what happened, and sums it up."""
-
-    def __init__(self, reporter: Reporter, file: MetricsFile | None, first_step: int) -> None:
-        """Starts with nothing done.
-
-        Args:
-            reporter: The console.
-            file: The metrics file; None on ranks other than 0.
-            first_step: Optimizer steps done before.
-        """
-        self._reporter, self._file = reporter, file
-        self._first_step, self._steps = first_step, list[StepMetrics]()
-        self._held_out_loss: float | None = None
-        self._save_s = 0.0
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Takes note of a step."""
-        self._steps.append(metrics)
-        self._reporter.step(metrics)
-        if self._file is not None:
-            self._file.write(metrics)
-
-    def evaluation(self, metrics: EvaluationMetrics | None) -> None:
-        """Takes note of an evaluation, if there was one."""
-        if metrics is None:
-            return
-        self._held_out_loss = metrics.loss
-        self._reporter.evaluation(metrics)
-        if self._file is not None:
-            self._file.write(metrics)
-
-    def save(self, recipe: Recipe, state: TrainState) -> None:
-        """Writes a checkpoint and takes note of it."""
-        start_s = time.perf_counter()
-        path = save(recipe.output.checkpoints, state, keep=recipe.output.keep or None)
-        self._save_s = time.perf_counter() - start_s
-        self._reporter.message(f"after step {state.step}: saved {path} in {self._save_s:.2f} s")
-
-    def summary(self, mesh: Mesh, load_s: float | None) -> TrainSummary:
-        """What the run did; every rank calls this together."""
-        peak = torch.tensor(peak_bytes(mesh.device), device=mesh.device)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        rates = sorted(each.tokens_per_s for each in self._steps)
-        return TrainSummary(
-            mesh=mesh.describe(),
-            first_step=self._first_step,
-            last_step=self._steps[-1].step if self._steps else self._first_step,
-            first_loss=self._steps[0].loss if self._steps else float("nan"),
-            last_loss=self._steps[-1].loss if self._steps else float("nan"),
-            held_out_loss=self._held_out_loss,
-            tokens_per_s=rates[len(rates) // 2] if rates else 0.0,
-            peak_bytes=int(peak.item()),
-            save_s=self._save_s,
-            load_s=load_s,
-        )
 
 
 def _stream(recipe: Recipe, text: TextData, mesh: Mesh) -> DataStream:
