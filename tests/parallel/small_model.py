@@ -1,6 +1,6 @@
 """A small LLaMA, batches with uneven numbers of valid tokens, and a few steps of training, for tests of layouts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +25,14 @@ def build(
     *,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
+    frozen: Sequence[str] = (),
 ) -> Trained:
-    """A model on the mesh of a config, with initial values."""
+    """A model on the mesh of a config, with initial values, some parameters frozen."""
     mesh = build_mesh(config)
     with torch.device("meta"):
         model = Llama(model_config).to(dtype)
+    for fqn in frozen:
+        model.get_parameter(fqn).requires_grad_(False)
     trained = parallelize(model, mesh, config, llama_plan(model_config))
     materialize(trained, seed=seed)
     return trained
@@ -75,6 +78,11 @@ def adamw(named: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(list(named.values()), lr=1e-3, weight_decay=0.1)
 
 
+def fused_adamw(named: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW in one kernel."""
+    return torch.optim.AdamW(list(named.values()), lr=1e-3, weight_decay=0.1, fused=True)
+
+
 def sgd(named: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
     """SGD, which does not hide a wrong scale of gradients."""
     return torch.optim.SGD(list(named.values()), lr=0.5)
@@ -88,10 +96,11 @@ def train(
     num_micro_batches: int = 1,
     max_norm: float | None = None,
     steps: int = 5,
+    frozen: Sequence[str] = (),
 ) -> Run:
     """Trains the small model from its seed."""
     model_config = LlamaConfig(**{"num_layers": 2, **(model or {})})
-    trained = build(config, model_config)
+    trained = build(config, model_config, frozen=frozen)
     optimizer = trained.build_optimizer(optimizer_factory)
     losses, norms = [], []
     for step in range(steps):

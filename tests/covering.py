@@ -1,0 +1,35 @@
+"""Chooses few rows that hold every pair of choices together."""
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import combinations, product
+
+Row = tuple[str, ...]
+Pair = tuple[tuple[int, str], tuple[int, str]]
+
+
+def pairs(row: Row) -> set[Pair]:
+    """Every two choices of a row, each with the number of its factor."""
+    return set(combinations(enumerate(row), 2))
+
+
+def all_pairs(factors: Sequence[Sequence[str]], is_meaningful: Callable[[Row], bool]) -> set[Pair]:
+    """Every pair that some meaningful row holds."""
+    return set().union(*(pairs(row) for row in product(*factors) if is_meaningful(row)))
+
+
+def covering_rows(factors: Sequence[Sequence[str]], is_meaningful: Callable[[Row], bool], seed: int = 0) -> list[Row]:
+    """Rows that hold every possible pair, chosen greedily; the same ones on every machine."""
+    possible = [row for row in product(*factors) if is_meaningful(row)]
+    left = all_pairs(factors, is_meaningful)
+    draw = random.Random(seed)
+    rows: list[Row] = []
+    while left:
+        # A sample is enough to find a good row, until few pairs are left.
+        candidates = draw.sample(possible, min(200, len(possible)))
+        best = max(candidates, key=lambda row: len(pairs(row) & left))
+        if not pairs(best) & left:
+            best = max(possible, key=lambda row: len(pairs(row) & left))
+        rows.append(best)
+        left -= pairs(best)
+    return sorted(rows, key=lambda row: [list(names).index(name) for names, name in zip(factors, row, strict=True)])
