@@ -11,6 +11,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch.distributed as dist
+
 TIMEOUT_S = 60.0
 
 # A fork server forks ranks from a process that has imported torch and run nothing, so no thread pool of the
@@ -60,12 +62,13 @@ class _Pool:
     """Processes that wait for functions to run."""
 
     def __init__(self, world_size: int) -> None:
-        self.port = _free_port()
         self.num_calls = 0
+        # Held by this process, at a port that the system picks: no rank can lose a race for it.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pipes = [_context.Pipe() for _ in range(world_size)]
         self.connections = [ours for ours, _ in pipes]
         self.processes = [
-            _context.Process(target=_serve, args=(rank, world_size, theirs), daemon=True)
+            _context.Process(target=_serve, args=(rank, world_size, self.store.port, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process, (_, theirs) in zip(self.processes, pipes, strict=True):
@@ -74,9 +77,10 @@ class _Pool:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[tuple[bool, Any]]:
         """Runs one function everywhere and returns (failed, result or traceback) by rank."""
+        self.num_calls += 1
         port = _free_port()
         for connection in self.connections:
-            connection.send_bytes(pickle.dumps((port, function, args)))
+            connection.send_bytes(pickle.dumps((self.num_calls, port, function, args)))
         outcomes: dict[int, tuple[bool, Any]] = {}
         while len(outcomes) < len(self.connections):
             waiting = [each for rank, each in enumerate(self.connections) if rank not in outcomes]
@@ -102,22 +106,29 @@ class _Pool:
             process.join()
 
 
-def _serve(rank: int, world_size: int, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, store_port: int, connection: Connection) -> None:
     import torch
-    import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     while True:
         try:
-            port, function, args = pickle.loads(connection.recv_bytes())
+            number, port, function, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        # For code that leaves the group and starts another one from the environment.
         os.environ["MASTER_PORT"] = str(port)
         try:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(str(number), store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=TIMEOUT_S),
+            )
             outcome = (False, function(*args))
         except BaseException:
             outcome = (True, traceback.format_exc())
