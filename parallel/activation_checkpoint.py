@@ -33,7 +33,7 @@ def _attention() -> Keep:
 
 
 def _matmuls() -> Keep:
-    """What `attention` keeps and every matmul: norms, rotary turns and products are computed again."""
+    """What `attention` keeps and every matmul but those that tp ranks sum: what is left costs next to nothing."""
     return lambda op, arguments: op in ATTENTION or op in REDUCTIONS or _is_whole_matmul(op, arguments)
 
 
@@ -72,6 +72,16 @@ def check_policy(name: str) -> None:
     """
     if name not in POLICIES:
         raise ValueError(f"unknown activation_checkpoint_policy {name!r}; legal: {', '.join(POLICIES)}")
+
+
+def keeps_attention(policy: str) -> bool:
+    """Whether a policy keeps what fused attention gives.
+
+    Args:
+        policy: Name of one of `POLICIES`.
+    """
+    keep = POLICIES[policy]()
+    return all(keep(op, ()) for op in ATTENTION)
 
 
 def apply_activation_checkpointing(

@@ -5,7 +5,7 @@ import hashlib
 import torch
 from torch import nn
 
-from parallel.activation_checkpoint import apply_activation_checkpointing
+from parallel.activation_checkpoint import apply_activation_checkpointing, keeps_attention
 from parallel.backend import Backend
 from parallel.compile import apply_compile, check_compiler
 from parallel.config import ParallelConfig
@@ -67,7 +67,12 @@ def _check_blocks(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Pa
     """Refuses what cannot be done to blocks."""
     if config.compile:
         check_compiler(mesh.device.type)
-    selective = config.activation_checkpointing == "selective"
+    selective, policy = config.activation_checkpointing == "selective", config.activation_checkpoint_policy
+    if config.compile and selective and config.tp > 1 and not keeps_attention(policy):
+        raise ValueError(
+            f"activation_checkpoint_policy={policy!r} computes attention again, which torch 2.13 cannot compile under "
+            f"tp={config.tp}; use activation_checkpointing='full', a policy that keeps attention, or compile=False"
+        )
     if config.data_parallel not in ("fsdp1", "fsdp2") or not (config.compile or selective):
         return
     starts = tuple(f"{block.fqn}." for block in plan.blocks)

@@ -15,6 +15,7 @@ import parallel.compile
 import parallel.tensor_parallel
 from models.llama.config import LlamaConfig
 from parallel import ParallelConfig
+from parallel.activation_checkpoint import POLICIES
 from tests.parallel.small_model import Run, batches, build, difference, sgd, train
 from tests.parallel.test_activation_checkpoint import (
     FULL,
@@ -213,6 +214,20 @@ def test_what_cannot_be_compiled_is_refused_before_anything_is_changed(
     [(said, changed)] = run_ranks(1, refused_in, COMPILE | fields, environment)
     assert re.search(message, said), said
     assert not changed
+
+
+def test_a_policy_that_computes_attention_again_is_not_compiled_under_tp() -> None:
+    for said, changed in run_ranks(2, refused_policy):
+        assert "'nothing kept' computes attention again, which torch 2.13 cannot compile under tp=2" in said
+        assert not changed
+
+
+def refused_policy() -> tuple[str, bool]:
+    POLICIES["nothing kept"] = lambda: lambda op, arguments: False
+    try:
+        return refused(COMPILE | TP | SELECTIVE | {"activation_checkpoint_policy": "nothing kept"})
+    finally:
+        del POLICIES["nothing kept"]
 
 
 def refused_in(fields: dict[str, Any], environment: dict[str, str]) -> tuple[str, bool]:
