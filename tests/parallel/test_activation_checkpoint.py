@@ -19,7 +19,6 @@ from models.llama.model import Llama
 from models.llama.plan import llama_plan
 from parallel import CollectiveCounter, ParallelConfig, Sharding, Trained, build_mesh, parallelize
 from parallel.activation_checkpoint import ATTENTION, POLICIES, Keep
-from tests.parallel.layout_rows import config_of, name_of, rows
 from tests.parallel.small_model import (
     CONFIG,
     GLOBAL_BATCH,
@@ -28,7 +27,6 @@ from tests.parallel.small_model import (
     batches,
     build,
     difference,
-    train,
     whole,
 )
 from tests.ranks import run_ranks
@@ -209,33 +207,6 @@ def gradients_of_two_forwards(config: ParallelConfig) -> dict[str, Tensor]:
     ]
     (losses[0] + losses[1]).backward()
     return {fqn: whole(each.grad) for fqn, each in trained.named_parameters().items() if each.grad is not None}
-
-
-ACCEPTED = [
-    row
-    for row in rows("must_accept")
-    if row["backend"] == "fsdp2" and row["activation_checkpoint"] != "none" and row["pp"] == "1"
-]
-
-
-@pytest.mark.parametrize("row", ACCEPTED, ids=map(name_of, ACCEPTED))
-def test_a_layout_that_must_train_has_the_losses_of_one_process(row: dict[str, str]) -> None:
-    losses = run_ranks(int(row["world_size"]), two_losses, config_of(row))
-    reference = run_ranks(1, two_losses, ParallelConfig(**ONE))[0]
-    assert all(each == losses[0] for each in losses)
-    # The second one comes from parameters that the first step changed.
-    assert difference(torch.tensor(losses[0]), torch.tensor(reference)) < 1e-13
-
-
-def two_losses(config: ParallelConfig) -> list[float]:
-    return train(config, model={"num_layers": 4}, num_micro_batches=2, steps=2).losses
-
-
-def test_all_rows_are_tested() -> None:
-    assert [name_of(row) for row in ACCEPTED] == [
-        "fsdp2-full_shard-dp_shard4-tp2-full",
-        "fsdp2-full_shard-dp_shard2-tp2-selective",
-    ]
 
 
 CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, FULL), (FULL, {}), (SELECTIVE, FULL_SECOND)]
