@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from models.layers.norm import RMSNorm
 from models.layers.rotary import Rotary, apply_rotary
 
-# B batch, S sequence, D model, H query heads, G key-value heads, K head_dim
+# B batch, S sequence, T keys (S, or those of a cache too), D model, H query heads, G key-value heads, K head_dim
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -44,21 +44,37 @@ class SdpaCore(nn.Module):
         Returns:
             Weighted values, [B, S, H, K].
         """
-        grouped = q_BSHK.shape[2] != k_BSGK.shape[2]
-        # Off the CPU only the flash kernel knows groups, and it takes neither masks nor float32; what falls through
-        # to torch's reference form would hold all S x S scores.
-        if grouped and q_BSHK.device.type != "cpu" and (inputs is not None or q_BSHK.dtype not in _HALF):
-            k_BSGK, v_BSGK = (repeat_groups(x, q_BSHK.shape[2]) for x in (k_BSGK, v_BSGK))
-            grouped = False
-        out_BHSK = F.scaled_dot_product_attention(
-            q_BSHK.transpose(1, 2),
-            k_BSGK.transpose(1, 2),
-            v_BSGK.transpose(1, 2),
-            attn_mask=inputs,
-            is_causal=inputs is None,
-            enable_gqa=grouped,
-        )
-        return out_BHSK.transpose(1, 2)
+        return attend(q_BSHK, k_BSGK, v_BSGK, mask=inputs, causal=inputs is None)
+
+
+def attend(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, *, mask: Tensor | None, causal: bool) -> Tensor:
+    """Attends through torch's fused kernels.
+
+    Args:
+        q_BSHK: Queries, [B, S, H, K].
+        k_BTGK: Keys, [B, T, G, K]; G divides H.
+        v_BTGK: Values, [B, T, G, K].
+        mask: Which key each query may see, bool [B or 1, 1, S, T]; None: as `causal` says.
+        causal: Each query sees the keys up to its own place, without a mask and with S = T only; else it sees all.
+
+    Returns:
+        Weighted values, [B, S, H, K].
+    """
+    grouped = q_BSHK.shape[2] != k_BTGK.shape[2]
+    # Off the CPU only the flash kernel knows groups, and it takes neither masks nor float32; what falls through
+    # to torch's reference form would hold all S x T scores.
+    if grouped and q_BSHK.device.type != "cpu" and (mask is not None or q_BSHK.dtype not in _HALF):
+        k_BTGK, v_BTGK = (repeat_groups(x, q_BSHK.shape[2]) for x in (k_BTGK, v_BTGK))
+        grouped = False
+    out_BHSK = F.scaled_dot_product_attention(
+        q_BSHK.transpose(1, 2),
+        k_BTGK.transpose(1, 2),
+        v_BTGK.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=causal,
+        enable_gqa=grouped,
+    )
+    return out_BHSK.transpose(1, 2)
 
 
 class Attention(nn.Module):
