@@ -12,7 +12,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from recipes.launchers import is_first_rank, world_size_to_come
 from recipes.messages import one_message
-from recipes.recipe import Recipe, changed_fields, find_recipe, recipe_names
+from recipes.recipe import DEFAULT_RECIPE, Recipe, changed_fields, find_recipe, recipe_names
 
 T = TypeVar("T")
 
@@ -50,8 +50,8 @@ def parse_train(arguments: list[str] | None = None) -> tuple[TrainCommand, list[
         listing = "recipes: " + ", ".join(recipe_names()) + ", or the path of a .py file with a function recipe()"
         if not words or words[0] in ("-h", "--help"):
             if is_first_rank():
-                print(f"{usage}\n{listing}\nAll fields of the first one follow; those of another: RECIPE --help\n")
-            words = [recipe_names()[0], "--help"]
+                print(f"{usage}\n{listing}\nAll fields of {DEFAULT_RECIPE} follow; those of another: RECIPE --help\n")
+            words = [DEFAULT_RECIPE, "--help"]
         name, *overrides = words
         if name.startswith("-"):
             raise ValueError(f"the first word must be a recipe, got {name!r}; {usage}; {listing}")

@@ -1,13 +1,14 @@
 """AdamW, and which parameters its weight decay spares."""
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 from torch.optim import AdamW
 
-from recipes.checks import check_number
+from recipes.checks import check_integer, check_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,9 @@ class OptimizerConfig:
 
     Attributes:
         lr: Peak learning rate; the schedule multiplies it.
+        lr_scaling: Scale `lr` with the global batch: `linear` in it, or with its square root (`sqrt`). None: `lr` holds
+            whatever the batch.
+        lr_reference_batch: With lr_scaling, the global batch in sequences for which `lr` holds as it is.
         betas: Decay of the running means of the gradient and of its square, per step.
         eps: Added to the denominator of an update.
         weight_decay: Decoupled decay of matrices, per step in units of the learning rate; norms and biases have none.
@@ -23,6 +27,8 @@ class OptimizerConfig:
     """
 
     lr: float = 1e-3
+    lr_scaling: Literal["linear", "sqrt"] | None = None
+    lr_reference_batch: int | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -45,6 +51,30 @@ class OptimizerConfig:
                 raise ValueError(f"betas={self.betas!r} must both be less than 1")
         if self.implementation not in (None, "fused", "foreach", "loop"):
             raise ValueError(f"unknown implementation {self.implementation!r}; legal: fused, foreach, loop")
+        if self.lr_scaling not in (None, "linear", "sqrt"):
+            raise ValueError(f"unknown lr_scaling {self.lr_scaling!r}; legal: linear, sqrt")
+        if (self.lr_scaling is None) != (self.lr_reference_batch is None):
+            raise ValueError(
+                f"lr_scaling={self.lr_scaling!r} and lr_reference_batch={self.lr_reference_batch!r} need each other: "
+                "give the rule and the global batch for which lr holds, or neither"
+            )
+        if self.lr_reference_batch is not None:
+            check_integer("lr_reference_batch", self.lr_reference_batch, minimum=1)
+
+    def at_batch(self, global_batch: int) -> "OptimizerConfig":
+        """The config with the learning rate of a global batch, and no rule left to scale it.
+
+        Args:
+            global_batch: Sequences of one step, over all ranks.
+
+        Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1, for `linear`; Malladi et al. 2022, "On
+        the SDEs and Scaling Rules for Adaptive Gradient Algorithms", for `sqrt`, which suits Adam.
+        """
+        if self.lr_scaling is None or self.lr_reference_batch is None:
+            return self
+        ratio = global_batch / self.lr_reference_batch
+        scale = ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
+        return replace(self, lr=self.lr * scale, lr_scaling=None, lr_reference_batch=None)
 
 
 def decay_groups(named_parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -55,7 +85,8 @@ def decay_groups(named_parameters: Mapping[str, nn.Parameter], weight_decay: flo
         weight_decay: Decay of the matrices.
 
     Returns:
-        One group of matrices and one of vectors, in the order of the names; none that is empty.
+        One group of matrices and one of vectors, each with its name, in the order of the names of parameters; none
+        that is empty.
 
     Raises:
         ValueError: If nothing is trainable.
@@ -64,8 +95,12 @@ def decay_groups(named_parameters: Mapping[str, nn.Parameter], weight_decay: flo
     if not distinct:
         raise ValueError(f"nothing to optimize: none of {len(named_parameters)} parameters is trainable")
     groups = [
-        {"params": [each for each in distinct.values() if each.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [each for each in distinct.values() if each.ndim < 2], "weight_decay": 0.0},
+        {
+            "name": "matrices",
+            "params": [each for each in distinct.values() if each.ndim >= 2],
+            "weight_decay": weight_decay,
+        },
+        {"name": "vectors", "params": [each for each in distinct.values() if each.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

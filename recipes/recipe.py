@@ -16,8 +16,16 @@ from parallel import ParallelConfig
 from parallel.layout import check_built, check_layout, check_sequence_length, resolve
 from recipes.checks import check_integer, check_number
 from recipes.data import DataConfig, check_vocabulary
+from recipes.launchers import is_first_rank
+from recipes.metrics import MetricsConfig
 from recipes.optimizer import OptimizerConfig
-from recipes.schedule import ScheduleConfig, check_warmup
+from recipes.schedule import ScheduleConfig, check_schedule
+
+DEFAULT_RECIPE = "llama_debug"
+"""The recipe that runs anywhere, and whose fields the help shows where none is named."""
+
+FAMILIES = ("llama_", "smollm2_")
+"""How the names of modules begin that hold a recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +34,9 @@ class TrainingConfig:
 
     Attributes:
         steps: Optimizer steps of the run, over which the learning rate is scheduled.
+        init_from: Start from the weights of another run, as fine-tuning does: a checkpoint of the same model from any
+            mesh, or a folder of checkpoints or of a run, of which the newest is taken. Optimizer, schedule, data and
+            step start afresh. A run that has a checkpoint of its own resumes from that. None: from initial values.
         stop_at: Save and stop after this step; the same command without it goes on. None: at the end.
         global_batch: Sequences of one step, over all ranks.
         micro_batch: Sequences that one rank runs through the model at a time.
@@ -37,6 +48,7 @@ class TrainingConfig:
     """
 
     steps: int
+    init_from: str | None = None
     stop_at: int | None = None
     global_batch: int = 32
     micro_batch: int = 8
@@ -56,6 +68,8 @@ class TrainingConfig:
             check_integer(name, getattr(self, name), minimum=1)
         for name in ("seed", "evaluate_every", "evaluation_sequences"):
             check_integer(name, getattr(self, name), minimum=0)
+        if self.init_from is not None and not self.init_from.strip():
+            raise ValueError("init_from is empty; name a checkpoint, or leave it out")
         if self.stop_at is not None:
             check_integer("stop_at", self.stop_at, minimum=1)
         if self.max_gradient_norm is not None:
@@ -121,6 +135,7 @@ class Recipe:
         schedule: Learning rate over the run.
         training: How long, and how much at a time.
         output: What the run leaves behind.
+        metrics: How utilization is counted, and where metrics go beside that.
     """
 
     name: str
@@ -131,6 +146,7 @@ class Recipe:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     training: TrainingConfig
     output: OutputConfig
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def check(self, world_size: int) -> None:
         """Checks all that can be known before a rank starts.
@@ -141,12 +157,25 @@ class Recipe:
         Raises:
             ValueError: If the recipe cannot run on that many ranks.
         """
+        self.check_layout(world_size)
+        check_vocabulary(self.data, self.model.shape.vocab_size)
+        if is_first_rank():
+            self.metrics.check_installed()
+
+    def check_layout(self, world_size: int) -> None:
+        """Checks all that needs neither a rank nor a file.
+
+        Args:
+            world_size: Ranks of the job.
+
+        Raises:
+            ValueError: If the recipe contradicts itself or does not fit that many ranks.
+        """
         resolved = resolve(self.parallel, world_size)
         check_layout(resolved, self.model.shape)
         check_sequence_length(resolved, self.data.sequence_length)
         check_built(resolved)
-        check_warmup(self.schedule, self.training.steps)
-        check_vocabulary(self.data, self.model.shape.vocab_size)
+        check_schedule(self.schedule, self.training.steps)
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as JSON can hold it; the model's config with the name of its family."""
@@ -156,7 +185,7 @@ class Recipe:
 
 def recipe_names() -> list[str]:
     """Names of the recipes that come with the package."""
-    return sorted(each.name for each in pkgutil.iter_modules(recipes.__path__) if each.name.startswith("llama_"))
+    return sorted(each.name for each in pkgutil.iter_modules(recipes.__path__) if each.name.startswith(FAMILIES))
 
 
 def find_recipe(name: str) -> Recipe:

@@ -1,6 +1,7 @@
-"""Tells console and file what a run does, step by step, and sums it up."""
+"""Tells console and sinks what a run does, step by step, and sums it up."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from checkpoint import TrainState, save
 from parallel import Mesh
-from recipes.metrics import EvaluationMetrics, MetricsFile, Reporter, StepMetrics, peak_bytes
+from recipes.metrics import EvaluationMetrics, MetricsSink, Reporter, StepMetrics, peak_bytes
 from recipes.recipe import Recipe
 
 
@@ -42,17 +43,17 @@ class TrainSummary:
 
 
 class RunLog:
-    """Tells console and file what happened, and sums it up."""
+    """Tells console and sinks what happened, and sums it up."""
 
-    def __init__(self, reporter: Reporter, file: MetricsFile | None, first_step: int) -> None:
+    def __init__(self, reporter: Reporter, sinks: Sequence[MetricsSink], first_step: int) -> None:
         """Starts with nothing done.
 
         Args:
             reporter: The console.
-            file: The metrics file; None on ranks other than 0.
+            sinks: Where metrics go beside it; none on ranks other than 0.
             first_step: Optimizer steps done before.
         """
-        self._reporter, self._file = reporter, file
+        self._reporter, self._sinks = reporter, sinks
         self._first_step, self._steps = first_step, list[StepMetrics]()
         self._held_out_loss: float | None = None
         self._save_s = 0.0
@@ -61,8 +62,8 @@ class RunLog:
         """Takes note of a step."""
         self._steps.append(metrics)
         self._reporter.step(metrics)
-        if self._file is not None:
-            self._file.write(metrics)
+        for sink in self._sinks:
+            sink.write(metrics)
 
     def evaluation(self, metrics: EvaluationMetrics | None) -> None:
         """Takes note of an evaluation, if there was one."""
@@ -70,8 +71,8 @@ class RunLog:
             return
         self._held_out_loss = metrics.loss
         self._reporter.evaluation(metrics)
-        if self._file is not None:
-            self._file.write(metrics)
+        for sink in self._sinks:
+            sink.write(metrics)
 
     def save(self, recipe: Recipe, state: TrainState) -> None:
         """Writes a checkpoint and takes note of it."""

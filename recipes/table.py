@@ -7,16 +7,20 @@ from rich.table import Table
 from models.registry import family_of
 from parallel import Mesh
 from recipes.data import TextData
+from recipes.metrics import Utilization
 from recipes.recipe import Recipe
 
 
-def recipe_table(recipe: Recipe, mesh: Mesh, text: TextData, changes: Sequence[str] | None) -> Table:
+def recipe_table(
+    recipe: Recipe, mesh: Mesh, text: TextData, utilization: Utilization | None, changes: Sequence[str] | None
+) -> Table:
     """What a run is about to do, a row for each part of the recipe.
 
     Args:
         recipe: What to train and how to split it.
         mesh: The mesh that the recipe resolved to.
         text: The text that it trains on.
+        utilization: What MFU is computed from; None: it is not shown.
         changes: Fields in which it differs from the recipe that it is named after; None: not known.
     """
     table = Table(title=f"recipe {recipe.name}", show_header=False, title_justify="left", min_width=60)
@@ -26,8 +30,12 @@ def recipe_table(recipe: Recipe, mesh: Mesh, text: TextData, changes: Sequence[s
     table.add_row("layout", _layout(recipe, mesh))
     table.add_row("batch", _batch(recipe, mesh))
     table.add_row("steps", _steps(recipe))
+    table.add_row("learning rate", _learning_rate(recipe))
     table.add_row("data", _data(recipe, text))
     table.add_row("output", _output(recipe))
+    metrics = _metrics(recipe, utilization)
+    if metrics:
+        table.add_row("metrics", metrics)
     if changes is not None:
         table.add_row("changed", "\n".join(changes) or "nothing", style="yellow" if changes else None)
     return table
@@ -64,12 +72,21 @@ def _batch(recipe: Recipe, mesh: Mesh) -> str:
 
 
 def _steps(recipe: Recipe) -> str:
-    training, schedule = recipe.training, recipe.schedule
+    training = recipe.training
     stop = "" if training.last_step == training.steps else f", stopping after {training.last_step}"
-    return (
-        f"{training.steps}{stop}; learning rate up to {recipe.optimizer.lr:g} in {schedule.warmup_steps} steps, "
-        f"then down to {schedule.min_ratio:g} of it"
-    )
+    return f"{training.steps}{stop}"
+
+
+def _learning_rate(recipe: Recipe) -> str:
+    optimizer, schedule, training = recipe.optimizer, recipe.schedule, recipe.training
+    peak = optimizer.at_batch(training.global_batch).lr
+    rule = ""
+    if optimizer.lr_scaling is not None:
+        rule = (
+            f" ({optimizer.lr:g} at {optimizer.lr_reference_batch} sequences, scaled by {optimizer.lr_scaling} rule to "
+            f"{training.global_batch})"
+        )
+    return f"up to {peak:g}{rule} in {schedule.warmup_steps} steps, {schedule.describe(training.steps)}"
 
 
 def _data(recipe: Recipe, text: TextData) -> str:
@@ -82,6 +99,14 @@ def _output(recipe: Recipe) -> str:
     output = recipe.output
     when = f"every {output.save_every} steps and at the end" if output.save_every else "at the end"
     return f"{output.folder}: a checkpoint {when}, {f'the newest {output.keep}' if output.keep else 'all'} kept"
+
+
+def _metrics(recipe: Recipe, utilization: Utilization | None) -> str:
+    config = recipe.metrics
+    words = [] if utilization is None else [utilization.describe()]
+    words += ["TensorBoard"] if config.tensorboard else []
+    words += [] if config.wandb_project is None else [f"W&B project {config.wandb_project}"]
+    return "; ".join(words)
 
 
 def _count(number: int) -> str:

@@ -2,30 +2,38 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
-import torch
-
-from checkpoint import TrainState, latest, load, read_manifest
+from checkpoint import TrainState, latest, load
 from checkpoint.ranks import Ranks
-from models.registry import family_of
-from parallel import Batch, Mesh, Trained, build_mesh, materialize, parallelize
+from parallel import Batch, Mesh, Trained, build_mesh, materialize
 from parallel.materialize import allocate
 from recipes.command import parse_train
 from recipes.data import DataStream, TextData, evaluation_batches, load_dataset
+from recipes.from_checkpoint import find_checkpoint, in_one_line, load_weights
 from recipes.launch import run
-from recipes.metrics import EvaluationMetrics, MetricsFile, Reporter, StepMetrics, peak_bytes
+from recipes.metrics import (
+    EvaluationMetrics,
+    MetricsSink,
+    Reporter,
+    StepMetrics,
+    Utilization,
+    find_utilization,
+    open_sinks,
+    peak_bytes,
+)
+from recipes.model import build_model
 from recipes.optimizer import adamw_factory
-from recipes.recipe import Recipe, changed_fields
+from recipes.recipe import Recipe
 from recipes.run_log import RunLog, TrainSummary
-from recipes.schedule import WarmupCosine
+from recipes.schedule import Schedule
 from recipes.table import recipe_table
 
 
 def train(recipe: Recipe, changes: Sequence[str] | None = None) -> TrainSummary:
-    """Trains a recipe, from its newest checkpoint or from scratch; every rank of the job calls this.
+    """Trains a recipe, from its newest checkpoint or from the start; every rank of the job calls this.
 
     Args:
         recipe: What to train and how to split it.
@@ -40,62 +48,39 @@ def train(recipe: Recipe, changes: Sequence[str] | None = None) -> TrainSummary:
     """
     mesh, ranks, training = build_mesh(recipe.parallel), Ranks(), recipe.training
     trained = build_model(recipe, mesh)
+    found = ranks.on_coordinator(f"use {recipe.output.checkpoints}", lambda: _newest(recipe.output.checkpoints))
+    origin = None if found is not None else _origin(ranks, training.init_from)
     text = ranks.together("read the text", lambda: load_dataset(recipe.data))
     _require_equal(ranks, recipe, text)
     stream = _stream(recipe, text, mesh)
-    found = ranks.on_coordinator(f"use {recipe.output.checkpoints}", lambda: _newest(recipe.output.checkpoints))
-    if found is None:
+    if found is None and origin is None:
         materialize(trained, seed=training.seed)
     else:
         allocate(trained)
-    optimizer = trained.build_optimizer(adamw_factory(recipe.optimizer))
-    schedule = WarmupCosine(optimizer, recipe.schedule, training.steps)
+    optimizer = trained.build_optimizer(adamw_factory(recipe.optimizer.at_batch(training.global_batch)))
+    schedule = Schedule(optimizer, recipe.schedule, training.steps)
     state = TrainState(
         trained=trained,
         optimizer=optimizer,
         stateful={"schedule": schedule, "data": stream},
         recipe=recipe.to_json(),
     )
-    load_s = None if found is None else _timed_load(found, state, recipe)
+    load_s = _timed_load(found, origin, state, recipe)
+    utilization = _utilization(recipe, mesh)
 
     with ExitStack() as stack:
-        file = stack.enter_context(_open_metrics(recipe, ranks, None if found is None else state.step))
+        sinks = _open_sinks(recipe, ranks, None if found is None else state.step, stack)
         reporter = stack.enter_context(
             Reporter(
                 total_steps=training.steps, rank=ranks.rank, done_steps=state.step, every_steps=recipe.output.log_every
             )
         )
-        reporter.table(recipe_table(recipe, mesh, text, changes))
-        reporter.message(_headline(state, found, training.last_step))
-        log = RunLog(reporter, file, state.step)
+        reporter.table(recipe_table(recipe, mesh, text, utilization, changes))
+        reporter.message(_headline(state, found, origin, training.last_step))
+        log = RunLog(reporter, sinks, state.step)
         evaluation = _evaluation(recipe, text, mesh)
         while state.step < training.last_step:
-            start_s = time.perf_counter()
-            epoch = stream.epoch
-            result = trained.forward_backward(stream.next_step())
-            norm = float("nan")
-            if not result.skipped:
-                norm = trained.clip_gradients(training.max_gradient_norm).item()
-                optimizer.step()
-            learning_rate = optimizer.param_groups[0]["lr"]
-            schedule.step()
-            state.step += 1
-            state.num_tokens += result.num_valid_tokens
-            log.step(
-                StepMetrics(
-                    step=state.step,
-                    total_steps=training.steps,
-                    epoch=epoch,
-                    loss=result.loss,
-                    gradient_norm=norm,
-                    learning_rate=learning_rate,
-                    num_tokens=result.num_valid_tokens,
-                    tokens_seen=state.num_tokens,
-                    step_time_s=time.perf_counter() - start_s,
-                    peak_bytes=peak_bytes(mesh.device),
-                    skipped=result.skipped,
-                )
-            )
+            log.step(_step(recipe, state, stream, schedule, utilization))
             if _is_due(state.step, training.evaluate_every, training.last_step):
                 log.evaluation(_evaluate(trained, evaluation, state.step))
             if _is_due(state.step, recipe.output.save_every, training.last_step):
@@ -103,17 +88,40 @@ def train(recipe: Recipe, changes: Sequence[str] | None = None) -> TrainSummary:
     return log.summary(mesh, load_s)
 
 
-def build_model(recipe: Recipe, mesh: Mesh) -> Trained:
-    """The recipe's model, laid out on a mesh, its parameters still on meta.
-
-    Args:
-        recipe: What to train and how to split it.
-        mesh: The mesh of `recipe.parallel`.
-    """
-    family = family_of(recipe.model)
-    with torch.device("meta"):
-        model = family.build(recipe.model).to(getattr(torch, recipe.training.stored_dtype))
-    return parallelize(model, mesh, recipe.parallel, family.plan(recipe.model))
+def _step(
+    recipe: Recipe, state: TrainState, stream: DataStream, schedule: Schedule, utilization: Utilization | None
+) -> StepMetrics:
+    """One optimizer step, and what is to be said of it."""
+    start_s = time.perf_counter()
+    trained, optimizer = cast(Trained, state.trained), schedule.optimizer
+    epoch = stream.epoch
+    # The last step of an epoch has fewer.
+    num_samples = min(recipe.training.global_batch, stream.state_dict()["num_samples"] - stream.position)
+    result = trained.forward_backward(stream.next_step())
+    norm = float("nan")
+    if not result.skipped:
+        norm = trained.clip_gradients(recipe.training.max_gradient_norm).item()
+        optimizer.step()
+    rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
+    schedule.step()
+    state.step += 1
+    state.num_tokens += result.num_valid_tokens
+    step_time_s = time.perf_counter() - start_s
+    num_tokens = num_samples * recipe.data.sequence_length
+    return StepMetrics(
+        step=state.step,
+        total_steps=recipe.training.steps,
+        epoch=epoch,
+        loss=result.loss,
+        gradient_norm=norm,
+        learning_rates=rates,
+        num_tokens=result.num_valid_tokens,
+        tokens_seen=state.num_tokens,
+        step_time_s=step_time_s,
+        peak_bytes=peak_bytes(trained.mesh.device),
+        mfu=None if utilization is None else utilization.of(num_tokens, step_time_s),
+        skipped=result.skipped,
+    )
 
 
 def _stream(recipe: Recipe, text: TextData, mesh: Mesh) -> DataStream:
@@ -146,28 +154,49 @@ def _require_equal(ranks: Ranks, recipe: Recipe, text: TextData) -> None:
             )
 
 
-def _timed_load(path: Path, state: TrainState, recipe: Recipe) -> float:
+def _origin(ranks: Ranks, path: str | None) -> str | None:
+    """The checkpoint whose weights a new run starts from."""
+    if path is None:
+        return None
+    return ranks.on_coordinator(f"start from {path}", lambda: find_checkpoint(path))
+
+
+def _timed_load(found: Path | None, origin: str | None, state: TrainState, recipe: Recipe) -> float | None:
+    """Fills the state from the run's own checkpoint, or the weights alone from another's; gives the seconds taken."""
     start_s = time.perf_counter()
+    if origin is not None:
+        load_weights(origin, cast(Trained, state.trained), recipe)
+    if found is None:
+        return None
     try:
-        load(path, state)
+        load(found, state)
     except ValueError as error:
-        saved = read_manifest(path).header.recipe
-        changes = changed_fields(saved.get("model", {}), recipe.to_json()["model"], "model.")
-        if not changes:
-            raise
-        raise ValueError(
-            f"{str(error).splitlines()[0]}: the model is another one (saved -> now): {'; '.join(changes)}; name "
-            "another output.folder for it"
-        ) from error
+        raise in_one_line(error, found, recipe, "; name another output.folder for it") from error
     return time.perf_counter() - start_s
 
 
-def _open_metrics(recipe: Recipe, ranks: Ranks, resumed_step: int | None) -> AbstractContextManager[MetricsFile | None]:
-    """The metrics file on rank 0, nothing on others; all ranks raise if it cannot be written."""
+def _utilization(recipe: Recipe, mesh: Mesh) -> Utilization | None:
+    return find_utilization(
+        recipe.metrics,
+        recipe.model.shape,
+        recipe.parallel,
+        sequence_length=recipe.data.sequence_length,
+        device=mesh.device,
+        num_devices=mesh.size,
+    )
+
+
+def _open_sinks(recipe: Recipe, ranks: Ranks, resumed_step: int | None, stack: ExitStack) -> list[MetricsSink]:
+    """Where metrics go, on rank 0, nowhere on others; all ranks raise if one cannot be opened."""
     path = recipe.output.metrics
-    open_file = partial(MetricsFile, path, resumed_step=resumed_step)
-    opened = ranks.together(f"write {path}", open_file if ranks.is_coordinator else lambda: None)
-    return closing(opened) if opened is not None else nullcontext()
+
+    def open_all() -> list[MetricsSink]:
+        return open_sinks(recipe.metrics, path, name=recipe.name, recipe=recipe.to_json(), resumed_step=resumed_step)
+
+    sinks = ranks.together(f"write {path}", open_all if ranks.is_coordinator else list[MetricsSink])
+    for each in sinks:
+        stack.callback(each.close)
+    return sinks
 
 
 def _evaluation(recipe: Recipe, text: TextData, mesh: Mesh) -> list[Batch]:
@@ -197,9 +226,9 @@ def _is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def _headline(state: TrainState, found: Path | None, last_step: int) -> str:
+def _headline(state: TrainState, found: Path | None, origin: str | None, last_step: int) -> str:
     if found is None:
-        return "from scratch"
+        return "from scratch" if origin is None else f"from the weights of {origin}, else from scratch"
     left = "" if state.step < last_step else f"; nothing is left to do until step {last_step}"
     return f"from {found}: step {state.step}, {state.num_tokens:,} tokens seen{left}"
 

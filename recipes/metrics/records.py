@@ -1,5 +1,6 @@
 """What a run says of one step or one evaluation."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 
@@ -13,11 +14,12 @@ class StepMetrics:
         epoch: Epoch of its samples, from 0.
         loss: Nats a valid token, over the global batch.
         gradient_norm: Norm of all gradients before clipping.
-        learning_rate: Learning rate of the first group.
+        learning_rates: Learning rate of each group of the optimizer, by name.
         num_tokens: Valid tokens of the global batch.
         tokens_seen: Valid tokens of the run so far.
         step_time_s: Wall time, data and optimizer included.
         peak_bytes: Peak memory so far.
+        mfu: Share of what the devices could compute that went into the model; None where their peak is not known.
         skipped: Whether the step left the parameters as they were.
     """
 
@@ -26,11 +28,12 @@ class StepMetrics:
     epoch: int
     loss: float
     gradient_norm: float
-    learning_rate: float
+    learning_rates: Mapping[str, float]
     num_tokens: int
     tokens_seen: int
     step_time_s: float
     peak_bytes: int
+    mfu: float | None = None
     skipped: bool = False
 
     @property
@@ -41,15 +44,38 @@ class StepMetrics:
     def line(self) -> str:
         """The step at a glance."""
         width = len(str(self.total_steps))
+        mfu = "" if self.mfu is None else f"  mfu {100 * self.mfu:4.1f} %"
         return (
             f"step {self.step:>{width}}/{self.total_steps}  loss {self.loss:7.4f}  grad {self.gradient_norm:7.3f}  "
-            f"lr {self.learning_rate:.2e}  {_count(self.tokens_per_s):>6} tok/s  {self.step_time_s * 1e3:6.0f} ms/step"
+            f"lr {self._rates()}  {_count(self.tokens_per_s):>6} tok/s{mfu}  {self.step_time_s * 1e3:6.0f} ms/step"
             f"  peak {format_bytes(self.peak_bytes)}{'  SKIPPED' if self.skipped else ''}"
         )
 
     def record(self) -> dict[str, object]:
         """The step as the metrics file holds it."""
         return {"kind": "step", **asdict(self), "tokens_per_s": self.tokens_per_s}
+
+    def scalars(self) -> dict[str, float]:
+        """Its numbers by the names that dashboards show."""
+        numbers: dict[str, float] = {
+            "loss": self.loss,
+            "gradient_norm": self.gradient_norm,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_seen": self.tokens_seen,
+            "epoch": self.epoch,
+            "step_time_s": self.step_time_s,
+            "peak_bytes": self.peak_bytes,
+            **{f"learning_rate/{name}": rate for name, rate in self.learning_rates.items()},
+        }
+        if self.mfu is not None:
+            numbers["mfu"] = self.mfu
+        return {f"train/{name}": value for name, value in numbers.items()}
+
+    def _rates(self) -> str:
+        """One learning rate where all groups have the same, else each with its group."""
+        if len(set(self.learning_rates.values())) == 1:
+            return f"{next(iter(self.learning_rates.values())):.2e}"
+        return " ".join(f"{name} {rate:.2e}" for name, rate in self.learning_rates.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +101,10 @@ class EvaluationMetrics:
     def record(self) -> dict[str, object]:
         """The evaluation as the metrics file holds it."""
         return {"kind": "evaluation", **asdict(self)}
+
+    def scalars(self) -> dict[str, float]:
+        """Its numbers by the names that dashboards show."""
+        return {"held_out/loss": self.loss, "held_out/num_tokens": self.num_tokens}
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 import recipes.generate
 from checkpoint import TrainState, save
 from parallel import ParallelConfig
-from recipes.generate import GenerateCommand, find_checkpoint, generate
+from recipes.from_checkpoint import find_checkpoint
+from recipes.generate import GenerateCommand, generate
 from recipes.recipe import Recipe
 from recipes.train import train
 from tests.parallel import small_model

@@ -19,7 +19,7 @@ def _metrics(step: int, *, loss: float = 2.5, skipped: bool = False) -> StepMetr
         epoch=0,
         loss=loss,
         gradient_norm=0.75,
-        learning_rate=3e-4,
+        learning_rates={"matrices": 3e-4, "vectors": 3e-4},
         num_tokens=8000,
         tokens_seen=8000 * step,
         step_time_s=0.5,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from recipes.schedule import ScheduleConfig, WarmupCosine, learning_rate_factor
+from recipes.schedule import Schedule, ScheduleConfig, learning_rate_factor
 
 
 def _optimizer(lr: float = 0.1) -> Optimizer:
@@ -18,7 +18,7 @@ def _optimizer(lr: float = 0.1) -> Optimizer:
     return AdamW([{"params": [nn.Parameter(torch.ones(2))]}, slow], lr=lr)
 
 
-def _rates(optimizer: Optimizer, schedule: WarmupCosine, num_steps: int) -> list[tuple[float, ...]]:
+def _rates(optimizer: Optimizer, schedule: Schedule, num_steps: int) -> list[tuple[float, ...]]:
     rates = []
     for _ in range(num_steps):
         rates.append(tuple(group["lr"] for group in optimizer.param_groups))
@@ -48,7 +48,7 @@ def test_the_rate_is_never_zero_rises_then_falls_and_ends_at_its_minimum(warmup_
 
 def test_the_schedule_counts_optimizer_steps_and_scales_each_group() -> None:
     optimizer, config = _optimizer(), ScheduleConfig(warmup_steps=2)
-    rates = _rates(optimizer, WarmupCosine(optimizer, config, 10), 10)
+    rates = _rates(optimizer, Schedule(optimizer, config, 10), 10)
     factors = [learning_rate_factor(step, config, 10) for step in range(10)]
     assert rates == [pytest.approx((0.1 * factor, 0.01 * factor)) for factor in factors]
 
@@ -57,11 +57,11 @@ def test_the_schedule_counts_optimizer_steps_and_scales_each_group() -> None:
 def test_a_resumed_schedule_gives_the_rates_of_the_uninterrupted_one(num_steps: int) -> None:
     config = ScheduleConfig(warmup_steps=3)
     optimizer = _optimizer()
-    schedule = WarmupCosine(optimizer, config, 10)
+    schedule = Schedule(optimizer, config, 10)
     _rates(optimizer, schedule, num_steps)
     state = json.loads(json.dumps(schedule.state_dict()))
     resumed_optimizer = _optimizer()
-    resumed = WarmupCosine(resumed_optimizer, config, 10)
+    resumed = Schedule(resumed_optimizer, config, 10)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resumed.load_state_dict(state)
@@ -71,12 +71,12 @@ def test_a_resumed_schedule_gives_the_rates_of_the_uninterrupted_one(num_steps: 
 
 def test_a_changed_schedule_or_peak_is_reported_on_resume_and_is_the_one_that_holds() -> None:
     optimizer = _optimizer()
-    state = WarmupCosine(optimizer, ScheduleConfig(warmup_steps=2), 10).state_dict()
-    longer = WarmupCosine(_optimizer(), ScheduleConfig(warmup_steps=2), 20)
+    state = Schedule(optimizer, ScheduleConfig(warmup_steps=2), 10).state_dict()
+    longer = Schedule(_optimizer(), ScheduleConfig(warmup_steps=2), 20)
     with pytest.warns(UserWarning, match="total_steps 10 -> 20$"):
         longer.load_state_dict({**state, "step": 15})
     assert longer.get_last_lr()[0] == 0.1 * learning_rate_factor(15, ScheduleConfig(warmup_steps=2), 20)
-    higher = WarmupCosine(_optimizer(0.2), ScheduleConfig(warmup_steps=2), 10)
+    higher = Schedule(_optimizer(0.2), ScheduleConfig(warmup_steps=2), 10)
     with pytest.warns(UserWarning, match=r"peaks \[0.1, 0.01\] -> \[0.2, 0.02\]$"):
         higher.load_state_dict(state)
 
@@ -88,8 +88,8 @@ def test_illegal_schedules_and_states_are_refused() -> None:
     with pytest.raises(ValueError, match=r"min_ratio=1\.5"):
         ScheduleConfig(min_ratio=1.5)
     with pytest.raises(ValueError, match="warmup_steps=11 must not exceed the 10 optimizer steps"):
-        WarmupCosine(optimizer, ScheduleConfig(warmup_steps=11), 10)
+        Schedule(optimizer, ScheduleConfig(warmup_steps=11), 10)
     with pytest.raises(ValueError, match="total_steps=0"):
-        WarmupCosine(optimizer, ScheduleConfig(warmup_steps=0), 0)
+        Schedule(optimizer, ScheduleConfig(warmup_steps=0), 0)
     with pytest.raises(ValueError, match="has no step"):
-        WarmupCosine(optimizer, ScheduleConfig(warmup_steps=0), 10).load_state_dict({"last_epoch": 3})
+        Schedule(optimizer, ScheduleConfig(warmup_steps=0), 10).load_state_dict({"last_epoch": 3})

@@ -1,0 +1,116 @@
+"""Finds a checkpoint, its recipe, and its weights on whatever mesh is wanted."""
+
+import os
+from dataclasses import replace
+
+from checkpoint import TrainState, latest, load, read_manifest
+from checkpoint.manifest import MANIFEST_NAME
+from parallel import ParallelConfig, Trained, build_mesh
+from parallel.materialize import allocate
+from recipes.data import check_vocabulary
+from recipes.model import build_model
+from recipes.recipe import Recipe, changed_fields
+from recipes.structure import from_json
+
+
+def find_checkpoint(path: str) -> str:
+    """One checkpoint of a path that may be that, a folder of them, or the folder of a run.
+
+    Args:
+        path: The path.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not os.path.isdir(path):
+        raise ValueError(f"there is no checkpoint: {path!r} is not a folder")
+    if os.path.exists(os.path.join(path, MANIFEST_NAME)):
+        return path
+    found = latest(path) or latest(os.path.join(path, "checkpoints"))
+    if found is None:
+        raise ValueError(f"{path!r} holds no complete checkpoint (a folder step-<number> with {MANIFEST_NAME})")
+    return str(found)
+
+
+def recipe_of(path: str) -> Recipe:
+    """The recipe that a checkpoint holds.
+
+    Args:
+        path: One checkpoint.
+
+    Raises:
+        ValueError: If it holds none, or is not complete.
+    """
+    return from_json(read_manifest(path).header.recipe)
+
+
+def check_layout_of(recipe: Recipe, layout: ParallelConfig, world_size: int) -> None:
+    """Checks before a rank starts that a model can be used on a layout.
+
+    Args:
+        recipe: The recipe of its checkpoint, with the data that it is used on.
+        layout: How to split the model, whatever layout wrote the checkpoint.
+        world_size: Ranks of the job.
+
+    Raises:
+        ValueError: If the layout does not fit, or a tokenizer that the recipe names is not there or not the model's.
+    """
+    replace(recipe, parallel=layout).check_layout(world_size)
+    check_vocabulary(recipe.data, recipe.model.shape.vocab_size)
+
+
+def load_model(path: str, recipe: Recipe, layout: ParallelConfig) -> Trained:
+    """The model of a checkpoint on the mesh of a layout; every rank of the job calls this.
+
+    Args:
+        path: One checkpoint.
+        recipe: The recipe that it holds.
+        layout: How to split the model, whatever layout wrote the checkpoint.
+
+    Raises:
+        ValueError: If the layout does not fit, or the checkpoint cannot be read.
+    """
+    recipe = replace(recipe, parallel=layout)
+    trained = build_model(recipe, build_mesh(layout))
+    allocate(trained)
+    load_weights(path, trained, recipe)
+    return trained
+
+
+def load_weights(path: str, trained: Trained, recipe: Recipe) -> None:
+    """Fills the parameters from a checkpoint, and nothing else; every rank of the job calls this.
+
+    Args:
+        path: One checkpoint.
+        trained: What to fill; its parameters have memory.
+        recipe: Its recipe.
+
+    Raises:
+        ValueError: If it is another model, or the checkpoint cannot be read.
+    """
+    try:
+        load(path, TrainState(trained=trained), parts=("model",))
+    except ValueError as error:
+        raise in_one_line(error, path, recipe, "; give a checkpoint of this model, or change the recipe's") from error
+
+
+def in_one_line(error: ValueError, path: str | os.PathLike[str], recipe: Recipe, remedy: str = "") -> ValueError:
+    """What a failed load says to a user: which fields of the model differ, rather than every tensor that does.
+
+    Args:
+        error: What `load` raised.
+        path: The checkpoint.
+        recipe: The recipe to load for.
+        remedy: What to do about it, put last.
+    """
+    header = read_manifest(path).header
+    now = recipe.to_json()
+    changes = changed_fields(header.recipe.get("model", {}), now["model"], "model.")
+    saved_dtype = header.recipe.get("training", {}).get("stored_dtype")
+    if saved_dtype not in (None, recipe.training.stored_dtype):
+        changes.append(f"training.stored_dtype {saved_dtype} -> {recipe.training.stored_dtype}")
+    if not changes:
+        return error
+    return ValueError(
+        f"{str(error).splitlines()[0]}: the model is another one (saved -> now): {'; '.join(changes)}{remedy}"
+    )
