@@ -12,7 +12,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from recipes.launchers import is_first_rank, world_size_to_come
 from recipes.messages import one_message
-from recipes.recipe import DEFAULT_RECIPE, Recipe, changed_fields, find_recipe, recipe_names
+from recipes.recipe import DEFAULT_RECIPE, Recipe, changed_fields, find_recipe, intended_world_size, recipe_names
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ def parse_train(arguments: list[str] | None = None) -> tuple[TrainCommand, list[
     words = list(sys.argv[1:] if arguments is None else arguments)
     with one_message(debug="--debug" in words):
         usage = "usage: python -m recipes.train RECIPE [--help] [overrides]"
-        listing = "recipes: " + ", ".join(recipe_names()) + ", or the path of a .py file with a function recipe()"
+        listing = f"recipes: {_listing()}, or the path of a .py file with a function recipe()"
         if not words or words[0] in ("-h", "--help"):
             if is_first_rank():
                 print(f"{usage}\n{listing}\nAll fields of {DEFAULT_RECIPE} follow; those of another: RECIPE --help\n")
@@ -59,6 +59,12 @@ def parse_train(arguments: list[str] | None = None) -> tuple[TrainCommand, list[
         command = parse(TrainCommand, overrides, f"python -m recipes.train {name}", TrainCommand(recipe=named))
         command.recipe.check(world_size_to_come(command.nproc))
     return command, changed_fields(named.to_json(), command.recipe.to_json())
+
+
+def _listing() -> str:
+    """The recipes that come with the package, each with the ranks that it is meant for."""
+    sizes = {name: intended_world_size(name) for name in recipe_names()}
+    return ", ".join(name if size is None else f"{name} (for {size} ranks)" for name, size in sizes.items())
 
 
 def parse(kind: type[T], arguments: list[str] | None, program: str, default: T | None = None) -> T:

@@ -188,6 +188,16 @@ def recipe_names() -> list[str]:
     return sorted(each.name for each in pkgutil.iter_modules(recipes.__path__) if each.name.startswith(FAMILIES))
 
 
+def intended_world_size(name: str) -> int | None:
+    """Ranks that the layout of a recipe that comes with the package is meant for; None: any number.
+
+    Args:
+        name: A name of `recipe_names`.
+    """
+    world_size: int | None = getattr(importlib.import_module(f"recipes.{name}"), "WORLD_SIZE", None)
+    return world_size
+
+
 def find_recipe(name: str) -> Recipe:
     """A recipe by name, or from a Python file of the user's own.
 

@@ -27,6 +27,9 @@ TESTED = {
     "torch.distributed._composable.replicate_with_fsdp.replicate": ROWS,
     "torch.distributed.distributed_c10d._resolve_process_group": COUNTS,
     "torch.ops._c10d_functional": ROWS,
+    "torch.testing._internal.distributed.fake_pg.FakeStore": (
+        "tests/recipes/test_ready_recipes.py::test_a_rank_of_the_full_world_holds_its_share_to_the_byte"
+    ),
     "torch.utils._python_dispatch.TorchDispatchMode": COUNTS,
     "torch.utils._triton.has_triton": "tests/test_private_torch_names.py::test_whether_triton_is_there_can_be_asked",
 }

@@ -103,7 +103,7 @@ def trained(recipe_file: str) -> Recipe:
 
 
 def test_bad_words_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "unknown recipe 'llama_debgu'; legal: llama_debug" in _error(capsys, "llama_debgu")
+    assert "unknown recipe 'llama_debgu'; legal: llama_3_1_405b" in _error(capsys, "llama_debgu")
     assert "the first word must be a recipe, got '--nproc'" in _error(capsys, "--nproc", "2", "llama_debug")
     assert "nproc=0 must be at least 1" in _error(capsys, "llama_debug", "--nproc", "0")
     assert "there is no recipe file 'nowhere.py'" in _error(capsys, "nowhere.py")
@@ -218,7 +218,10 @@ def test_without_a_recipe_the_recipes_are_listed(words: list[str], capsys: pytes
         parse_train(words)
     assert end.value.code == 0
     shown = capsys.readouterr().out
-    assert "recipes: llama_debug, or the path of a .py file with a function recipe()" in shown
+    listed = re.search("recipes: (.*), or the path of a .py file with a function recipe\\(\\)", shown)
+    assert listed
+    assert "llama_3_1_8b (for 64 ranks), llama_3_2_1b (for 8 ranks), llama_debug, smollm2_135m" in listed[1]
+    assert "All fields of llama_debug follow" in shown
     assert "--training.steps INT" in shown
 
 

@@ -1,0 +1,138 @@
+"""Every ready recipe builds at its full world size, and each rank holds the share that its layout says."""
+
+import os
+from math import ceil
+
+import pytest
+import torch.distributed as dist
+
+from parallel.layout import resolve
+from recipes.dry_run import DryRun, dry_run
+from recipes.recipe import Recipe, find_recipe, intended_world_size, recipe_names
+from tests.ranks import run_ranks
+
+READY = [name for name in recipe_names() if name != "llama_debug"]
+FLOAT32 = 4
+
+
+def _dry_run(name: str, world_size: int, rank: int) -> DryRun:
+    """In a process of the pool, so that nothing of the fake group stays in this one."""
+    dist.destroy_process_group()
+    before = dict(os.environ)
+    made = dry_run(find_recipe(name), world_size, rank)
+    assert not dist.is_initialized()
+    assert dict(os.environ) == before
+    return made
+
+
+def _parts(recipe: Recipe) -> dict[str, tuple[int, int, int | None]]:
+    """Of each parameter: rows, columns, and the dim that tensor parallelism splits; norms it leaves whole."""
+    shape = recipe.model.shape
+    d, f, v = shape.width, shape.feed_forward_width, shape.vocab_size
+    heads, groups = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    parts: dict[str, tuple[int, int, int | None]] = {"embed.weight": (v, d, 0), "norm.weight": (d, 1, None)}
+    if not shape.tied_embeddings:
+        parts["head.weight"] = (v, d, 0)
+    for index in range(shape.num_layers):
+        parts |= {
+            f"blocks.{index}.{name}.weight": part
+            for name, part in {
+                "attention_norm": (d, 1, None),
+                "attention.q_proj": (heads, d, 0),
+                "attention.k_proj": (groups, d, 0),
+                "attention.v_proj": (groups, d, 0),
+                "attention.o_proj": (d, heads, 1),
+                "feed_forward_norm": (d, 1, None),
+                "feed_forward.gate_proj": (f, d, 0),
+                "feed_forward.up_proj": (f, d, 0),
+                "feed_forward.down_proj": (d, f, 1),
+            }.items()
+        }
+    return parts
+
+
+def _bytes_of(part: tuple[int, int, int | None], tp: int, shards: int, place: int) -> int:
+    """Tensor parallelism splits first; of the rows that are left each rank of the shards takes the same, rounded up."""
+    rows, columns, split = part
+    rows, columns = (rows // tp if split == 0 else rows), (columns // tp if split == 1 else columns)
+    size = ceil(rows / shards)
+    return max(0, min(size, rows - place * size)) * columns * FLOAT32
+
+
+def test_the_recipes_for_clusters_are_listed_with_their_world_sizes() -> None:
+    assert {name: intended_world_size(name) for name in recipe_names()} == {
+        "llama_debug": None,
+        "smollm2_135m": 8,
+        "llama_3_2_1b": 8,
+        "llama_3_1_8b": 64,
+        "llama_3_1_70b": 256,
+        "llama_3_1_405b": 2048,
+    }
+
+
+# Ranks from both ends, which uneven shards tell apart, and an arbitrary one.
+@pytest.mark.parametrize(
+    ("name", "world_size", "rank"),
+    [
+        ("smollm2_135m", 8, 7),
+        ("llama_3_2_1b", 8, 0),
+        ("llama_3_1_8b", 8, 5),
+        ("llama_3_1_8b", 64, 63),
+        ("llama_3_1_70b", 256, 83),
+        ("llama_3_1_405b", 2048, 0),
+        ("llama_3_1_405b", 2048, 2047),
+    ],
+)
+def test_a_rank_of_the_full_world_holds_its_share_to_the_byte(name: str, world_size: int, rank: int) -> None:
+    recipe = find_recipe(name)
+    layout = resolve(recipe.parallel, world_size)
+    (made,) = run_ranks(1, _dry_run, name, world_size, rank)
+    place = (rank // layout.tp) % layout.dp_shard
+    assert made.coordinates == {
+        "dp_replicate": rank // (layout.tp * layout.dp_shard),
+        "dp_shard": place,
+        "cp": 0,
+        "tp": rank % layout.tp,
+        "pp": 0,
+    }
+    expected = {fqn: _bytes_of(part, layout.tp, layout.dp_shard, place) for fqn, part in _parts(recipe).items()}
+    assert {fqn: shard.num_bytes for fqn, shard in made.shards.items()} == expected
+    assert made.parameter_bytes == sum(expected.values())
+    assert made.num_parameters == recipe.model.num_parameters
+    # What is not split by rows that divide is little.
+    share = recipe.model.num_parameters * FLOAT32 / (layout.tp * layout.dp_shard)
+    assert made.parameter_bytes == pytest.approx(share, rel=0.02)
+
+
+@pytest.mark.parametrize("name", READY)
+def test_a_ready_recipe_divides_its_global_batch_and_computes_in_bfloat16(name: str) -> None:
+    recipe = find_recipe(name)
+    world_size = intended_world_size(name)
+    assert world_size
+    assert recipe.name == name
+    layout = resolve(recipe.parallel, world_size)
+    ranks = layout.dp_replicate * layout.dp_shard
+    assert recipe.training.global_batch % (ranks * recipe.training.micro_batch) == 0
+    assert (layout.precision.compute, layout.precision.reduce) == ("bfloat16", "float32")
+    assert recipe.data.sequence_length <= recipe.model.max_sequence_length  # type: ignore[attr-defined]
+
+
+def _refusals() -> list[str]:
+    with pytest.raises(ValueError) as in_a_job:
+        dry_run(find_recipe("llama_debug"), 2)
+    dist.destroy_process_group()
+    refusals = [str(in_a_job.value)]
+    for name, world_size, rank in (("llama_3_1_70b", 12, 0), ("llama_debug", 4, 4)):
+        with pytest.raises(ValueError) as refusal:
+            dry_run(find_recipe(name), world_size, rank)
+        refusals.append(str(refusal.value))
+        assert not dist.is_initialized()
+    return refusals
+
+
+def test_what_cannot_be_built_is_refused_and_leaves_no_group() -> None:
+    (refusals,) = run_ranks(1, _refusals)
+    in_a_job, world_size, rank = refusals
+    assert "this process has one" in in_a_job
+    assert "12 ranks are not a multiple of" in world_size
+    assert "rank=4 must be from 0 to 3" in rank
