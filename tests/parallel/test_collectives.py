@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from models.layers.loss import CHUNK_TOKENS
 from models.llama.config import LlamaConfig
-from parallel import CollectiveCounter, ParallelConfig, build_mesh
+from parallel import CollectiveCounter, ParallelConfig, Sharding, build_mesh
 from tests.parallel.small_model import CONFIG, GLOBAL_BATCH, SEQUENCE_LENGTH, batches, build
 from tests.ranks import run_ranks
 
@@ -102,6 +102,40 @@ CASES: dict[str, tuple[int, dict[str, Any], int, list[tuple[str, str, str, int]]
             *[("all_reduce", "dp_replicate", "backward", unit // 2) for unit in UNITS],
             *step_scalars("dp"),
         ],
+    ),
+    "resharding to pairs": (
+        4,
+        {"sharding": Sharding(reshard_group=2)},
+        1,
+        # After forward each pair of ranks keeps the whole between them, and gathers it again without the others.
+        [
+            *[("all_gather", "fsdp", "forward", unit) for unit in UNITS],
+            *[("all_gather", "other", "backward", unit) for unit in UNITS],
+            *[("reduce_scatter", "fsdp", "backward", unit) for unit in UNITS],
+            *step_scalars("fsdp"),
+        ],
+    ),
+    "the last unit kept": (
+        2,
+        {"sharding": Sharding(keep_last_unit=True)},
+        1,
+        [
+            each
+            for each in full_shard("fsdp") + step_scalars("fsdp")
+            if each != ("all_gather", "fsdp", "backward", HEAD)
+        ],
+    ),
+    "explicit prefetch gathers nothing twice": (
+        2,
+        {"sharding": Sharding(forward_prefetch=2, backward_prefetch=2)},
+        1,
+        [*full_shard("fsdp"), *step_scalars("fsdp")],
+    ),
+    "no_shard": (
+        2,
+        {"strategy": "no_shard"},
+        1,
+        [*[("all_reduce", "dp_replicate", "backward", unit) for unit in UNITS], *step_scalars("dp_replicate")],
     ),
     "accumulation of three, reduced each": (2, {}, 3, [*full_shard("fsdp") * 3, *step_scalars("fsdp")]),
     "accumulation of three, reduced last": (
