@@ -43,9 +43,9 @@ def read_jsonl(files: Sequence[SourceFile], reader: Reader) -> Iterator[tuple[st
 def _lines(opened: BinaryIO, reader: Reader) -> Iterator[bytes | None]:
     """Each line, or None for one that is too long, of which no more than that is ever held."""
     limit, first = reader.max_record_bytes, True
-    while line := opened.readline(limit + 2):
+    while line := opened.readline(limit + 1):
         num_bytes, text = len(line), line
-        # One byte more than the limit may be the line break.
+        # What is beyond the limit may be the line break alone.
         too_long = len(line.rstrip(b"\r\n")) > limit
         while not line.endswith(b"\n") and (line := opened.readline(_BLOCK_BYTES)):
             num_bytes += len(line)

@@ -63,10 +63,15 @@ class FileTokenizer:
             text: Text, or its UTF-8.
 
         Raises:
-            ValueError: If it is not Unicode.
+            ValueError: If it is not UTF-8.
         """
         text = text.encode("utf-8", errors="surrogateescape") if isinstance(text, str) else text
-        return self.encode_batch([text])[0].tolist()
+        try:
+            return self.encode_batch([text])[0].tolist()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"the text is not UTF-8 ({error.reason}), which the tokenizer {self._name!r} needs"
+            ) from error
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
         """The tokens of several texts.

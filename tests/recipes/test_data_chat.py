@@ -135,20 +135,22 @@ def test_text_that_looks_like_a_template_speaks_for_nobody(tmp_path: Path) -> No
 
 
 def test_chats_stay_whole_and_share_a_sample_as_far_as_they_fit(tmp_path: Path) -> None:
-    # bos, prompt, completion, eos: 5, 5, 9, 9 and 4 tokens.
-    pairs = [("a", "bb"), ("a", "cc"), ("a", "d" * 6), ("a", "e" * 6), ("a", "f")]
+    # bos, prompt, completion, eos: 5, 5, 7, 9 and 4 tokens.
+    pairs = [("a", "bb"), ("a", "cc"), ("a", "d" * 4), ("a", "e" * 6), ("a", "f")]
     dataset = _load(_completions(tmp_path / "a.jsonl", pairs), sequence_length=9)
     rows = [dataset.sample(index) for index in range(dataset.num_samples)]
     # A sample has room for one token more than it is long: the last one, which is a label only.
     assert [row.tokens.tolist() for row in rows] == [
         [BOS, *b"abb", EOS, BOS, *b"acc"],
-        [BOS, *b"adddddd", EOS],
+        [BOS, *b"adddd", EOS, PAD, PAD],
         [BOS, *b"aeeeeee", EOS],
         [BOS, *b"af", EOS, PAD, PAD, PAD, PAD, PAD],
     ]
     assert rows[0].labels.tolist() == [IGNORE_INDEX, *b"bb", EOS, IGNORE_INDEX, IGNORE_INDEX, *b"cc", EOS]
     assert rows[0].positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
     assert rows[0].document_ids.tolist() == [0] * 5 + [1] * 4
+    assert rows[1].document_ids.tolist() == [2] * 7 + [5] * 2
+    assert rows[1].positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1]
     assert rows[3].document_ids.tolist() == [4] * 4 + [5] * 5
     assert rows[3].positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
     labels = [label for row in rows for label in row.labels.tolist() if label != IGNORE_INDEX]
@@ -156,7 +158,7 @@ def test_chats_stay_whole_and_share_a_sample_as_far_as_they_fit(tmp_path: Path) 
 
 
 def test_a_chat_longer_than_a_sample_loses_its_end_with_a_warning(tmp_path: Path) -> None:
-    path = _completions(tmp_path / "a.jsonl", [("a", "b" * 20), ("a", "cc"), ("p" * 30, "d"), ("a", "ee")])
+    path = _completions(tmp_path / "a.jsonl", [("a", "b" * 20), ("a", "c" * 6), ("p" * 30, "d"), ("a", "ee")])
     config = DataConfig(source=path, record="chat", held_out_fraction=0, sequence_length=8)
     with pytest.warns(UserWarning, match=r"2 of 4 chats .* longer than sequence_length=8 and lose their end"):
         data = load_dataset(config)
@@ -164,12 +166,26 @@ def test_a_chat_longer_than_a_sample_loses_its_end_with_a_warning(tmp_path: Path
     rows = [data.train.sample(index) for index in range(data.train.num_samples)]
     assert [bytes(token for token in row.tokens.tolist() if token < 256) for row in rows] == [
         b"abbbbbb",
-        b"acc",
+        b"acccccc",
         b"ppppppp",
         b"aee",
     ]
     assert rows[0].labels.tolist() == [IGNORE_INDEX, *b"bbbbbbb"]
+    assert rows[1].labels.tolist() == [IGNORE_INDEX, *b"cccccc", EOS]
     assert (rows[2].labels == IGNORE_INDEX).all()
+
+
+@pytest.mark.parametrize("template", [False, True])
+def test_chats_are_held_out_by_all_that_is_said(tmp_path: Path, template: bool) -> None:
+    answers = [f"answer {number}" for number in range(40)]
+    chats = [{"messages": [*CHAT[:2], {"role": "assistant", "content": answer}]} for answer in answers]
+    records = chats if template else [{"prompt": "same", "completion": answer} for answer in answers]
+    path = write_lines(tmp_path / "a.jsonl", records * 2)
+    data = load_dataset(DataConfig(source=path, record="chat", held_out_fraction=0.5))
+    assert data.held_out is not None
+    assert data.train.num_documents + data.held_out.num_documents == 80
+    assert 20 <= data.held_out.num_documents <= 60
+    assert data.held_out.num_documents % 2 == 0
 
 
 def test_a_few_short_chats_are_enough_to_train_on(tmp_path: Path) -> None:

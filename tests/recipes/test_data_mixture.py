@@ -145,6 +145,7 @@ def test_the_position_of_another_mixture_is_refused() -> None:
         _mixed((10, 6, 4), (1, 2, 1)),
         _part(20, 97),
     ]
+    others.append(MixedDataset([_part(6, 97), _part(10, 98), _part(4, 120)], (2, 1, 1)))
     for other in others:
         with pytest.raises(ValueError, match=r"the data differ .*fingerprint"):
             _streams(1, other)[0].load_state_dict(state)
@@ -194,6 +195,7 @@ def test_a_config_mixes_texts_lines_and_chats_each_with_what_it_holds_out(tmp_pa
     assert alone[1].held_out is None
     held_out = [each.held_out for each in alone if each.held_out is not None]
     assert [part.fingerprint for part in data.held_out.parts] == [part.fingerprint for part in held_out]
+    assert data.held_out.num_of_epoch == [part.num_samples for part in held_out]
     batches = evaluation_batches(data.held_out, micro_batch=3, dp_rank=0, dp_degree=1)
     rows = Counter(tuple(row) for batch in batches for row in batch.tokens.tolist() if set(row) != {258})
     assert rows == Counter(

@@ -38,6 +38,9 @@ def test_tokens_are_those_of_the_library_and_give_the_text_back(tmp_path: Path) 
     ]
     assert tokenizer.vocab_size == library.get_vocab_size() == 280
     assert not tokenizer.takes_any_bytes
+    for broken in (b"\xff", "\udcff"):
+        with pytest.raises(ValueError, match="the text is not UTF-8"):
+            tokenizer.encode(broken)
 
 
 def test_a_folder_names_the_tokenizer_in_it(tmp_path: Path) -> None:
