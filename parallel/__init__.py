@@ -1,7 +1,7 @@
 """Meshes, sharding and composition of parallelism; knows tensors and ranks, never a model."""
 
 from parallel.batch import IGNORE_INDEX, Batch
-from parallel.config import ParallelConfig, Precision, Sharding
+from parallel.config import Buckets, ParallelConfig, Precision, Sharding
 from parallel.counter import CollectiveCounter
 from parallel.materialize import materialize
 from parallel.mesh import Mesh, build_mesh
@@ -15,6 +15,7 @@ __all__ = [
     "IGNORE_INDEX",
     "Batch",
     "Block",
+    "Buckets",
     "CollectiveCounter",
     "Mesh",
     "ModelShape",

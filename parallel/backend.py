@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from torch import nn
+from torch.optim import Optimizer
 
 from parallel.config import ParallelConfig, ReduceGradients
 from parallel.mesh import Mesh
@@ -33,6 +34,10 @@ class Backend(Protocol):
             compute: Runs forward and backward.
             reduce: Whether gradients are summed over ranks in this micro-batch.
         """
+        ...
+
+    def prepare_optimizer(self, optimizer: Optimizer, mesh: Mesh) -> None:
+        """Makes an optimizer over the model's parameters work on what this rank has to update."""
         ...
 
     def reshard(self, model: nn.Module) -> None:

@@ -5,6 +5,9 @@ from typing import Literal, get_args, get_type_hints
 
 import torch
 
+from parallel.contradictions import check_axes, check_backend, check_strategy
+from parallel.traits import TRAITS
+
 DataParallel = Literal["none", "dp", "ddp", "zero1", "fsdp1", "fsdp2"]
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v"]
@@ -94,6 +97,32 @@ class Sharding:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """How ddp and zero1 send gradients while backward runs.
+
+    Attributes:
+        bucket_cap_mb: Size of the buckets in which gradients are sent, in MiB; smaller ones start earlier.
+        find_unused_parameters: Look in every forward for parameters that get no gradient; needed only where a model
+            does not use all of them in every step.
+        static_graph: Promise that each step uses the same parameters, which DDP then need not look for.
+    """
+
+    bucket_cap_mb: float = 25.0
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the ranges.
+
+        Raises:
+            ValueError: If the size is not positive.
+        """
+        _check_choices(self)
+        if not self.bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """One degree per mesh axis, how data parallelism shards, and the policies that go with it.
 
@@ -120,6 +149,7 @@ class ParallelConfig:
             `matmuls`, `attention`, or a name that was added to `activation_checkpoint.POLICIES`.
         compile: Compile each block, through inductor. The first step then takes some ten seconds longer.
         sharding: How parameters are grouped, gathered and kept; with fsdp1 and fsdp2 only.
+        buckets: How gradients are sent; with ddp and zero1 only.
         reduce_gradients: When ranks sum gradients: after every micro-batch, or after the last, which sends less
             but holds unsharded gradients meanwhile. None: the backend's default.
     """
@@ -142,6 +172,7 @@ class ParallelConfig:
     activation_checkpoint_policy: str = "every_second_matmul"
     compile: bool = False
     sharding: Sharding = field(default_factory=Sharding)
+    buckets: Buckets = field(default_factory=Buckets)
     reduce_gradients: ReduceGradients | None = None
 
     def __post_init__(self) -> None:
@@ -166,68 +197,19 @@ class ParallelConfig:
                 f"activation_checkpoint_every={self.activation_checkpoint_every} needs activation_checkpointing 'full' "
                 "or 'selective'; it is 'none'"
             )
-        self._check_axes()
-        self._check_backend()
+        check_axes(self)
+        check_backend(self)
+        check_strategy(self)
 
     @property
     def resolved_strategy(self) -> Strategy:
         """The strategy in force: `strategy`, or the backend's own where that is None."""
-        return self.strategy or ("full_shard" if self.data_parallel in ("fsdp1", "fsdp2") else "no_shard")
+        return self.strategy or ("full_shard" if TRAITS[self.data_parallel].shards else "no_shard")
 
     @property
     def is_hybrid(self) -> bool:
         """Whether parameters are sharded over fsdp and replicated over dp_replicate."""
         return self.resolved_strategy in ("hybrid_shard", "hybrid_shard_zero2")
-
-    def _check_axes(self) -> None:
-        if self.pp > 1 and self.schedule is None:
-            raise ValueError(f"pp={self.pp} needs a schedule; legal: {', '.join(get_args(Schedule))}")
-        if self.pp == 1 and self.schedule is not None:
-            raise ValueError(f"schedule={self.schedule!r} needs pipeline stages (pp > 1); pp is 1")
-        if self.cp > 1 and self.cp_method is None:
-            raise ValueError(f"cp={self.cp} needs a cp_method; legal: {', '.join(get_args(ContextParallelMethod))}")
-        if self.cp == 1 and self.cp_method is not None:
-            raise ValueError(f"cp_method={self.cp_method!r} needs cp > 1; cp is 1")
-
-    def _check_backend(self) -> None:
-        backend, shards = self.data_parallel, self.data_parallel in ("fsdp1", "fsdp2")
-        if not shards and self.strategy not in (None, "no_shard"):
-            raise ValueError(
-                f"{backend} does not shard parameters, so strategy={self.strategy!r} has no meaning; "
-                "use data_parallel='fsdp2', or leave strategy out"
-            )
-        if self.resolved_strategy == "no_shard" and self.dp_shard > 1:
-            raise ValueError(
-                f"{backend} does not shard parameters here, so dp_shard={self.dp_shard} has no meaning; use another "
-                f"strategy of fsdp2, or dp_replicate={self.dp_replicate * self.dp_shard} with dp_shard=1"
-            )
-        if backend in ("none", "dp"):
-            split = {name: getattr(self, name) for name in DEGREES if getattr(self, name) not in (1, -1)}
-            if split:
-                what = "DataParallel is" if backend == "dp" else "data_parallel='none' is"
-                raise ValueError(f"{what} one process, but {split} ask for more; use data_parallel='fsdp2'")
-        if backend == "fsdp1" and (self.pp > 1 or self.cp > 1):
-            raise ValueError(
-                f"fsdp1 composes with neither pipeline stages nor context parallel (pp={self.pp}, cp={self.cp}); "
-                "use data_parallel='fsdp2'"
-            )
-        if self.is_hybrid and self.dp_replicate == 1:
-            raise ValueError(
-                f"strategy={self.strategy!r} shards within a group and replicates over groups, so it needs "
-                "dp_replicate > 1; dp_replicate is 1: use 'full_shard' or 'shard_grad_op', or set dp_replicate"
-            )
-        if not shards and self.sharding != Sharding():
-            raise ValueError(f"{backend} does not shard parameters, so {self.sharding} has no meaning; leave it out")
-        if self.sharding.reshard_group and self.resolved_strategy not in ("full_shard", "hybrid_shard"):
-            raise ValueError(
-                f"reshard_group={self.sharding.reshard_group} says over how many ranks a unit is kept after forward, "
-                f"but strategy={self.resolved_strategy!r} keeps it whole; use full_shard or hybrid_shard"
-            )
-        if shards and self.dp_replicate > 1 and not self.is_hybrid and self.strategy != "no_shard":
-            raise ValueError(
-                f"strategy={self.resolved_strategy!r} shards over all data-parallel ranks, but "
-                f"dp_replicate={self.dp_replicate}; use 'hybrid_shard' or 'hybrid_shard_zero2', or dp_replicate=1"
-            )
 
 
 def _check_integer(name: str, value: object, minimum: int) -> None:

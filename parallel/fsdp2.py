@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
 
 from parallel.config import ParallelConfig, Precision, ReduceGradients, Sharding
+from parallel.local_step import OwnShards, step_on_local_shards
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan, Unit
 from parallel.units import choose_units
@@ -43,6 +45,10 @@ class FullyShard:
             # across micro-batches, and the end of one backward prefetches a unit that nothing needs.
             model.set_requires_gradient_sync(reduce)
         compute()
+
+    def prepare_optimizer(self, optimizer: Optimizer, mesh: Mesh) -> None:
+        """Lets the optimizer step on local shards."""
+        step_on_local_shards(optimizer, OwnShards())
 
     def reshard(self, model: nn.Module) -> None:
         """Frees the unsharded parameters of every unit."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from parallel.activation_checkpoint import check_policy
 from parallel.config import ParallelConfig
 from parallel.plan import ModelShape
+from parallel.traits import TRAITS
 
 
 def resolve(config: ParallelConfig, world_size: int) -> ParallelConfig:
@@ -22,7 +23,7 @@ def resolve(config: ParallelConfig, world_size: int) -> ParallelConfig:
     """
     others = config.pp * config.dp_replicate * config.cp * config.tp
     degrees = f"pp={config.pp} x dp_replicate={config.dp_replicate} x cp={config.cp} x tp={config.tp}"
-    if config.data_parallel in ("none", "dp"):
+    if TRAITS[config.data_parallel].one_process:
         if world_size != 1:
             raise ValueError(f"data_parallel={config.data_parallel!r} is one process; the world has {world_size} ranks")
         return replace(config, dp_shard=1)
@@ -106,13 +107,13 @@ def check_built(config: ParallelConfig) -> None:
         "pp": config.pp > 1,
         "cp": config.cp > 1,
         "ep": config.ep > 1,
-        "data_parallel": config.data_parallel not in ("none", "fsdp2"),
+        "data_parallel": config.data_parallel == "fsdp1",
     }
     asked = [f"{name}={getattr(config, name)!r}" for name, unbuilt in waiting.items() if unbuilt]
     if asked:
         raise ValueError(
             f"not built yet: {', '.join(asked)}; today dp_replicate, dp_shard and tp work, with data_parallel "
-            "'fsdp2' (every strategy) or 'none'"
+            "'fsdp2' (every strategy), 'ddp', 'zero1', 'dp' or 'none'"
         )
 
 

@@ -1,27 +1,67 @@
 """Lets an optimizer over DTensors do its arithmetic on this rank's shards."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallel.replicas import local_part
-
 State = dict[str, Any]
 
 
-def step_on_local_shards(optimizer: Optimizer) -> None:
+class Shards(Protocol):
+    """Which part of a parameter, its gradient and its state this rank updates."""
+
+    def part(self, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+        """This rank's part of a tensor of the parameter's shape, sharing its memory where it can."""
+        ...
+
+    def whole(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
+        """The tensor of the parameter's shape that such a part belongs to."""
+        ...
+
+    def finish(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Called after each step, when the parts are updated."""
+        ...
+
+
+class OwnShards:
+    """The parts that the parameters' own layout gives this rank."""
+
+    def part(self, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+        """The local part of a DTensor, a plain tensor as it is."""
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def whole(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
+        """A DTensor of the parameter's layout."""
+        if not isinstance(parameter, DTensor):
+            return part
+        return DTensor.from_local(
+            part,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def finish(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Does nothing: the parts are all that there is."""
+
+
+def step_on_local_shards(optimizer: Optimizer, shards: Shards) -> None:
     """Makes `optimizer.step()` see plain tensors, which saves DTensor's dispatch and suits any kernel.
 
-    Outside of a step, groups and state hold the model's own parameters and DTensors of their layout. Right only
+    Outside of a step, groups and state hold the model's own parameters and state of their shape. Right only
     for optimizers that treat each element by itself, as SGD and the Adam family do.
 
     Args:
-        optimizer: Its groups hold DTensors, or DTensors and plain tensors.
+        optimizer: Its groups hold the model's parameters.
+        shards: The parts to step on.
     """
-    swap = _Swap(optimizer)
+    swap = _Swap(optimizer, shards)
     optimizer.register_step_pre_hook(lambda *_: swap.to_local())
     optimizer.register_step_post_hook(lambda *_: swap.to_distributed())
 
@@ -33,8 +73,8 @@ class _Swap:
     checks, where DTensor's dispatch costs each op of the arithmetic some 50 microseconds.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, shards: Shards) -> None:
+        self._optimizer, self._shards = optimizer, shards
         self._twins: dict[nn.Parameter, nn.Parameter] = {}
         # State of each parameter in both forms, as the last step left it.
         self._states: dict[nn.Parameter, tuple[State, State]] = {}
@@ -58,7 +98,7 @@ class _Swap:
                 continue
             known, local = self._states.get(parameter, ({}, {}))
             if not _same(known, entries):
-                local = {name: _unwrap(value) for name, value in entries.items()}
+                local = {name: self._unwrap(value, parameter) for name, value in entries.items()}
                 self._states[parameter] = (dict(entries), local)
             local_state[self._twins[parameter]] = dict(local)
         optimizer.state = local_state
@@ -77,45 +117,37 @@ class _Swap:
                 if not _same(local, left):
                     # A value that the step did not replace keeps the form it came in.
                     whole = {
-                        name: known[name] if name in local and local[name] is value else _wrap(value, parameter)
+                        name: known[name] if name in local and local[name] is value else self._wrap(value, parameter)
                         for name, value in left.items()
                     }
                     self._states[parameter] = (whole, left)
                     self._distributed_state[parameter] = dict(whole)
             group["params"] = parameters
         optimizer.state, self._distributed_state = self._distributed_state, None
+        self._shards.finish(parameter for parameters in self._groups for parameter in parameters)
 
     def _twin(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter over the local memory of another, with the local part of its gradient."""
-        data = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        """A parameter over this rank's part of another, with the same part of its gradient."""
+        data = self._shards.part(parameter, parameter)
         twin = self._twins.get(parameter)
         if twin is None or twin.data_ptr() != data.data_ptr():
             twin = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
             self._twins[parameter] = twin
-        gradient = parameter.grad
-        twin.grad = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        twin.grad = None if parameter.grad is None else self._shards.part(parameter.grad, parameter)
         return twin
+
+    def _unwrap(self, value: Any, parameter: nn.Parameter) -> Any:
+        """This rank's part of state of the parameter's shape; anything else as it is."""
+        if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+            return self._shards.part(value, parameter)
+        return value
+
+    def _wrap(self, value: Any, parameter: nn.Parameter) -> Any:
+        """State of the shape of this rank's part as a whole; anything else as it is."""
+        if isinstance(value, Tensor) and value.dim() and value.shape == self._twins[parameter].shape:
+            return self._shards.whole(value, parameter)
+        return value
 
 
 def _same(one: State, other: State) -> bool:
     return len(one) == len(other) and all(name in other and other[name] is value for name, value in one.items())
-
-
-def _unwrap(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _wrap(value: Any, parameter: nn.Parameter) -> Any:
-    """State of the parameter's shape as a DTensor of its layout; anything else as it is."""
-    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
-        return value
-    if value.dim() == 0 or value.shape != local_part(parameter).shape:
-        return value
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

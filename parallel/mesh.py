@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.config import ParallelConfig
 from parallel.layout import check_built, resolve
+from parallel.traits import TRAITS
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes from the outermost, whose neighbours may be on other nodes, to the innermost."""
@@ -106,7 +107,7 @@ class Mesh:
         """The layout in a few words, such as `fsdp2 full_shard, dp_shard 2 x tp 2`."""
         degrees = [f"{axis} {getattr(self.config, axis)}" for axis in AXES if getattr(self.config, axis) > 1]
         backend = self.config.data_parallel
-        strategy = f" {self.config.resolved_strategy}" if backend in ("fsdp1", "fsdp2") else ""
+        strategy = f" {self.config.resolved_strategy}" if TRAITS[backend].shards else ""
         return f"{backend}{strategy}, {' x '.join(degrees) or '1 rank'}"
 
     def crosses_nodes(self, view: str) -> bool:

@@ -1,9 +1,11 @@
-"""The backend of one process: no wrapper, no collective; the reference of every parity test."""
+"""The backend of one process: no collective; the reference of every parity test."""
 
 from collections.abc import Callable
 
 from torch import nn
+from torch.optim import Optimizer
 
+from parallel.compute_dtype import in_compute_dtype
 from parallel.config import ParallelConfig, ReduceGradients
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan
@@ -16,21 +18,15 @@ class OneProcess:
     default_reduce_gradients: ReduceGradients = "last"
 
     def wrap(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> nn.Module:
-        """Returns the model.
-
-        Raises:
-            ValueError: If a mixed precision is asked for.
-        """
-        if config.precision.compute != "stored" or config.precision.reduce != "stored":
-            raise ValueError(
-                f"data_parallel='none' computes in the stored dtype, but {config.precision} asks for another; "
-                "use data_parallel='fsdp2', which runs on one rank too"
-            )
-        return model
+        """The model, or the model in another compute dtype; there are no ranks to sum over, so no reduce dtype."""
+        return in_compute_dtype(model, config.precision)
 
     def run_micro_batch(self, model: nn.Module, compute: Callable[[], None], *, reduce: bool) -> None:
         """Runs forward and backward of one micro-batch."""
         compute()
+
+    def prepare_optimizer(self, optimizer: Optimizer, mesh: Mesh) -> None:
+        """Does nothing: the optimizer works on the parameters themselves."""
 
     def reshard(self, model: nn.Module) -> None:
         """Does nothing: nothing is sharded."""

@@ -9,6 +9,8 @@ from parallel.activation_checkpoint import apply_activation_checkpointing, keeps
 from parallel.backend import Backend
 from parallel.compile import apply_compile, check_compiler
 from parallel.config import ParallelConfig
+from parallel.data_parallel import OneProcessManyDevices
+from parallel.ddp import Ddp
 from parallel.fsdp2 import FullyShard
 from parallel.layout import check_built, check_layout, resolve
 from parallel.mesh import Mesh
@@ -18,9 +20,17 @@ from parallel.replaced import mark_replaced
 from parallel.replicas import differ_between_ranks, hash_bits
 from parallel.tensor_parallel import apply_tensor_parallel, tie
 from parallel.trained import Trained
+from parallel.traits import TRAITS
 from parallel.units import choose_units
+from parallel.zero1 import Zero1
 
-BACKENDS: dict[str, type[Backend]] = {"none": OneProcess, "fsdp2": FullyShard}
+BACKENDS: dict[str, type[Backend]] = {
+    "none": OneProcess,
+    "dp": OneProcessManyDevices,
+    "ddp": Ddp,
+    "zero1": Zero1,
+    "fsdp2": FullyShard,
+}
 
 
 def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> Trained:
@@ -73,7 +83,7 @@ def _check_blocks(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Pa
             f"activation_checkpoint_policy={policy!r} computes attention again, which torch 2.13 cannot compile under "
             f"tp={config.tp}; use activation_checkpointing='full', a policy that keeps attention, or compile=False"
         )
-    if config.data_parallel not in ("fsdp1", "fsdp2") or not (config.compile or selective):
+    if not TRAITS[config.data_parallel].shards or not (config.compile or selective):
         return
     starts = tuple(f"{block.fqn}." for block in plan.blocks)
     fqns = [fqn for unit in choose_units(model, plan, config.sharding) for fqn in unit.modules]

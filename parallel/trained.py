@@ -13,7 +13,6 @@ from parallel.backend import Backend
 from parallel.batch import IGNORE_INDEX, Batch
 from parallel.config import ParallelConfig
 from parallel.layout import check_sequence_length
-from parallel.local_step import step_on_local_shards
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan
 
@@ -128,8 +127,7 @@ class Trained:
             )
         optimizer = factory(trainable)
         self.check_optimizer(optimizer)
-        if any(isinstance(each, DTensor) for each in trainable.values()):
-            step_on_local_shards(optimizer)
+        self.backend.prepare_optimizer(optimizer, self.mesh)
         return optimizer
 
     def check_optimizer(self, optimizer: Optimizer) -> None:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from models.layers.loss import CHUNK_TOKENS
 from models.llama.config import LlamaConfig
-from parallel import CollectiveCounter, ParallelConfig, Sharding, build_mesh
-from tests.parallel.small_model import CONFIG, GLOBAL_BATCH, SEQUENCE_LENGTH, batches, build
+from parallel import Buckets, CollectiveCounter, ParallelConfig, Sharding, build_mesh
+from tests.parallel.small_model import CONFIG, GLOBAL_BATCH, SEQUENCE_LENGTH, batches, build, sgd
 from tests.ranks import run_ranks
 
 Figures = Counter[tuple[str, str, str, int]]
@@ -131,6 +131,13 @@ CASES: dict[str, tuple[int, dict[str, Any], int, list[tuple[str, str, str, int]]
         1,
         [*full_shard("fsdp"), *step_scalars("fsdp")],
     ),
+    "ddp": (
+        2,
+        {"data_parallel": "ddp", "buckets": Buckets(bucket_cap_mb=1000.0)},
+        1,
+        # DDP fills a first bucket of 1 MiB, which holds all of this model; smaller ones are in the next test.
+        [("all_reduce", "dp_replicate", "backward", sum(UNITS)), *step_scalars("dp_replicate")],
+    ),
     "no_shard": (
         2,
         {"strategy": "no_shard"},
@@ -160,6 +167,49 @@ def test_a_step_sends_what_its_layout_says(name: str) -> None:
     world_size, fields, num_micro_batches, expected = CASES[name]
     for figures_of_rank in run_ranks(world_size, counted, ParallelConfig(**fields), num_micro_batches):
         assert figures_of_rank == Counter(expected)
+
+
+def test_buckets_of_any_size_send_each_gradient_once() -> None:
+    for num_buckets, payload in run_ranks(2, small_buckets):
+        assert num_buckets > 1
+        assert payload == sum(UNITS)
+
+
+def small_buckets() -> tuple[int, int]:
+    trained = build(ParallelConfig(data_parallel="ddp", buckets=Buckets(bucket_cap_mb=0.1)))
+    # DDP lays its buckets out anew after the first step.
+    trained.forward_backward(batches(trained.mesh, 0))
+    with CollectiveCounter(trained.mesh) as counter:
+        trained.forward_backward(batches(trained.mesh, 1, 3))
+    buckets = [each for each in counter.records if each.phase == "backward"]
+    return len(buckets), sum(each.payload_bytes for each in buckets)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_zero1_sends_gradients_and_then_the_updated_rows(ranks: int) -> None:
+    # Every rank sends as many rows as the one with most, so rows that do not divide are padded.
+    rows = [parameter for unit in ALL_ROWS for parameter in unit]
+    padded = sum(-(-num_rows // ranks) * ranks * columns for num_rows, columns in rows) * FLOAT
+    for summed, gathered in run_ranks(ranks, zero1_step):
+        assert summed == sum(UNITS)
+        assert gathered == padded
+
+
+KV = CONFIG.num_kv_heads * CONFIG.shape.head_dim
+F = CONFIG.feed_forward_width
+BLOCK_ROWS = [(D, D), (KV, D), (KV, D), (D, D), (F, D), (F, D), (D, F), (D, 1), (D, 1)]
+ALL_ROWS = [[(V, D)], *[BLOCK_ROWS] * L, [(D, 1), (V, D)]]
+
+
+def zero1_step() -> tuple[int, int]:
+    trained = build(ParallelConfig(data_parallel="zero1"))
+    optimizer = trained.build_optimizer(sgd)
+    mine = batches(trained.mesh, 0)
+    with CollectiveCounter(trained.mesh) as counter:
+        trained.forward_backward(mine)
+        optimizer.step()
+    in_backward = [each for each in counter.records if each.phase == "backward"]
+    return sum(each.payload_bytes for each in in_backward), counter.payload_bytes()["all_gather", "dp_replicate"]
 
 
 def test_bf16_gathers_and_float32_reductions_send_two_and_four_bytes_an_element() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from parallel import ModelShape, ParallelConfig, Precision, Sharding
+from parallel import Buckets, ModelShape, ParallelConfig, Precision, Sharding
 from parallel.layout import check_built, check_layout, check_sequence_length, resolve
 from tests.parallel.layout_rows import DENSE, SEQUENCE_LENGTH, config_of, name_of, rows, shape_of
 
@@ -22,8 +22,8 @@ REASONS = {
     "unknown backend": "unknown data_parallel 'horovod'; legal: none",
     "DataParallel is one process": "DataParallel is one process",
     "DataParallel with tensor parallel": "DataParallel is one process, but {'tp': 2}",
-    "FSDP1 with pipeline stages": "fsdp1 composes with neither.*pp=2.*fsdp2",
-    "FSDP1 with context parallel": "fsdp1 composes with neither.*cp=2.*fsdp2",
+    "FSDP1 with pipeline stages": "fsdp1 does not compose with pp=2; use data_parallel='fsdp2'",
+    "FSDP1 with context parallel": "fsdp1 does not compose with cp=2; use data_parallel='fsdp2'",
     "ddp does not shard parameters": "ddp does not shard parameters.*fsdp2",
     "ep on a dense model": "the model is dense",
     "ep=3 does not divide 8 experts": "ep=3 must divide num_experts=8; legal here: \\[1, 2, 4, 8\\]",
@@ -59,8 +59,8 @@ def test_an_illegal_layout_is_refused_for_the_reason_given(row: dict[str, str]) 
     [
         ({"pp": 2, "schedule": "1f1b"}, "not built yet: pp=2"),
         ({"cp": 2, "cp_method": "ring"}, "not built yet: cp=2"),
-        ({"data_parallel": "ddp"}, "not built yet: data_parallel='ddp'"),
-        ({"cp": 2, "cp_method": "ring", "data_parallel": "zero1"}, "cp=2, data_parallel='zero1'"),
+        ({"data_parallel": "fsdp1"}, "not built yet: data_parallel='fsdp1'"),
+        ({"cp": 2, "cp_method": "ring", "ep": 2}, "cp=2, ep=2"),
     ],
 )
 def test_what_no_code_does_yet_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
@@ -77,7 +77,16 @@ def test_what_no_code_does_yet_is_refused_by_name(fields: dict[str, Any], messag
         ({"activation_checkpoint_every": 0}, "activation_checkpoint_every=0 must be an integer of at least 1"),
         ({"activation_checkpoint_every": 2}, "needs activation_checkpointing 'full' or 'selective'; it is 'none'"),
         ({"strategy": "shard_grad_op", "dp_replicate": 2}, "use 'hybrid_shard'"),
-        ({"data_parallel": "ddp", "sharding": Sharding(cpu_offload=True)}, "ddp does not shard parameters"),
+        (
+            {"data_parallel": "ddp", "sharding": Sharding(cpu_offload=True)},
+            "cpu_offload=True.* has no meaning for ddp; leave it out, or use fsdp1 or fsdp2",
+        ),
+        (
+            {"buckets": Buckets(bucket_cap_mb=1.0)},
+            "bucket_cap_mb=1.0.* has no meaning for fsdp2; leave it out, or use ddp",
+        ),
+        ({"data_parallel": "ddp", "reduce_gradients": "every_micro_batch"}, "would sum again what it has summed"),
+        ({"data_parallel": "zero1", "tp": 2}, "zero1 does not compose with tp=2; use data_parallel='fsdp2'"),
         ({"strategy": "shard_grad_op", "sharding": Sharding(reshard_group=2)}, "keeps it whole; use full_shard"),
     ],
 )

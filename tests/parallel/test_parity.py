@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from parallel import ParallelConfig, Sharding
+from parallel import Buckets, ParallelConfig, Sharding
 from tests.covering import Row, all_pairs, covering_rows, pairs
 from tests.parallel.small_model import Run, adamw, difference, fused_adamw, sgd, train
 from tests.ranks import run_ranks
@@ -19,6 +19,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "full_shard-4": (4, {}),
     "shard_grad_op-2": (2, {"strategy": "shard_grad_op"}),
     "no_shard-2": (2, {"strategy": "no_shard"}),
+    "ddp-2": (2, {"data_parallel": "ddp"}),
+    "ddp-3": (3, {"data_parallel": "ddp", "buckets": Buckets(bucket_cap_mb=0.1)}),
+    "ddp-2 x tp-2": (4, {"data_parallel": "ddp", "tp": 2}),
+    "zero1-2": (2, {"data_parallel": "zero1"}),
+    "zero1-3": (3, {"data_parallel": "zero1"}),
     "hybrid_shard-2x2": (4, {"strategy": "hybrid_shard", "dp_replicate": 2}),
     "hybrid_shard_zero2-2x2": (4, {"strategy": "hybrid_shard_zero2", "dp_replicate": 2}),
     "tp-2": (2, {"tp": 2}),
@@ -94,6 +99,10 @@ def is_meaningful(row: Row) -> bool:
     case = Case(*row)
     if "tp" not in case.layout and case.split != "sequence+loss":
         return False
+    if case.layout.startswith(("ddp", "zero1")) and (
+        case.sharding != "by block" or case.accumulation == "three, reduced each"
+    ):
+        return False  # nothing is sharded, and gradients are whole anyway
     if case.sharding == "by size, prefetched" and case.checkpointing == "some ops recomputed":
         return False  # units within blocks
     return case.sharding != "regrouped" or case.layout == "full_shard-4"

@@ -98,6 +98,15 @@ CASES: dict[str, tuple[int, dict[str, Any], bool, int, int, Parameters, int]] = 
 }
 
 
+@pytest.mark.parametrize(("backend", "share"), [("ddp", 1), ("zero1", 3)])
+def test_ddp_holds_everything_and_zero1_its_rows_of_the_optimizer_state(backend: str, share: int) -> None:
+    whole = shard_elements(ALL, 1) * FLOAT
+    moments: Moments = run_ranks(3, measure, {"data_parallel": backend}, False)[0]
+    state = 2 * shard_elements(ALL, share) * FLOAT + FLOAT * len(ALL)
+    assert moments.rest == LiveBytes(parameters=whole, unsharded=0, gradients=0, optimizer_state=state)
+    assert moments.after_backward == LiveBytes(parameters=whole, unsharded=0, gradients=whole, optimizer_state=state)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_live_memory_equals_its_formula(name: str) -> None:
     world_size, fields, tied, ranks, tp, gathered, itemsize = CASES[name]

@@ -1,0 +1,91 @@
+"""Refuses fields of a ParallelConfig that contradict each other."""
+
+from typing import TYPE_CHECKING
+
+from parallel.traits import TRAITS
+
+if TYPE_CHECKING:
+    from parallel.config import ParallelConfig
+
+SCHEDULES = "gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble, zbv_zero_bubble, dual_pipe_v"
+CONTEXT_PARALLEL_METHODS = "allgather, ring, ulysses"
+
+
+def check_axes(config: "ParallelConfig") -> None:
+    """Holds axes against the fields that only they give a meaning.
+
+    Raises:
+        ValueError: If one lacks the other.
+    """
+    if config.pp > 1 and config.schedule is None:
+        raise ValueError(f"pp={config.pp} needs a schedule; legal: {SCHEDULES}")
+    if config.pp == 1 and config.schedule is not None:
+        raise ValueError(f"schedule={config.schedule!r} needs pipeline stages (pp > 1); pp is 1")
+    if config.cp > 1 and config.cp_method is None:
+        raise ValueError(f"cp={config.cp} needs a cp_method; legal: {CONTEXT_PARALLEL_METHODS}")
+    if config.cp == 1 and config.cp_method is not None:
+        raise ValueError(f"cp_method={config.cp_method!r} needs cp > 1; cp is 1")
+
+
+def check_backend(config: "ParallelConfig") -> None:
+    """Holds the fields against what the backend can do.
+
+    Raises:
+        ValueError: If one of them has no meaning for it or does not compose with it.
+    """
+    backend, traits = config.data_parallel, TRAITS[config.data_parallel]
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+    split = {axis: getattr(config, axis) for axis in axes if getattr(config, axis) not in (1, -1)}
+    if traits.one_process and split:
+        what = "DataParallel is" if backend == "dp" else f"data_parallel={backend!r} is"
+        raise ValueError(f"{what} one process, but {split} ask for more; use data_parallel='fsdp2'")
+    refused = [axis for axis in split if axis in traits.refused_axes]
+    if refused:
+        raise ValueError(
+            f"{backend} does not compose with {', '.join(f'{axis}={split[axis]}' for axis in refused)}; use "
+            f"{traits.refused_axes[refused[0]]}"
+        )
+    if config.reduce_gradients == "every_micro_batch" and not traits.sums_each_micro_batch:
+        raise ValueError(
+            f"{backend} holds whole gradients and would sum again what it has summed before; use "
+            "reduce_gradients='last', or leave it out"
+        )
+    for name, has_meaning in (("sharding", traits.shards), ("buckets", traits.has_buckets)):
+        options = getattr(config, name)
+        if not has_meaning and options != type(options)():
+            users = "fsdp1 or fsdp2" if name == "sharding" else "ddp or zero1"
+            raise ValueError(f"{options} has no meaning for {backend}; leave it out, or use {users}")
+
+
+def check_strategy(config: "ParallelConfig") -> None:
+    """Holds the sharding strategy against backend and degrees.
+
+    Raises:
+        ValueError: If they contradict each other.
+    """
+    backend, shards, strategy = config.data_parallel, TRAITS[config.data_parallel].shards, config.resolved_strategy
+    if not shards and config.strategy not in (None, "no_shard"):
+        raise ValueError(
+            f"{backend} does not shard parameters, so strategy={config.strategy!r} has no meaning; "
+            "use data_parallel='fsdp2', or leave strategy out"
+        )
+    if strategy == "no_shard" and config.dp_shard > 1:
+        raise ValueError(
+            f"{backend} does not shard parameters here, so dp_shard={config.dp_shard} has no meaning; use another "
+            f"strategy of fsdp2, or dp_replicate={config.dp_replicate * config.dp_shard} with dp_shard=1"
+        )
+    if config.is_hybrid and config.dp_replicate == 1:
+        raise ValueError(
+            f"strategy={strategy!r} shards within a group and replicates over groups, so it needs "
+            "dp_replicate > 1; dp_replicate is 1: use 'full_shard' or 'shard_grad_op', or set dp_replicate"
+        )
+    if config.sharding.reshard_group and strategy not in ("full_shard", "hybrid_shard"):
+        raise ValueError(
+            f"reshard_group={config.sharding.reshard_group} says over how many ranks a unit is kept after forward, "
+            f"but strategy={strategy!r} keeps it whole; use full_shard or hybrid_shard"
+        )
+    if shards and config.dp_replicate > 1 and not config.is_hybrid and strategy != "no_shard":
+        raise ValueError(
+            f"strategy={strategy!r} shards over all data-parallel ranks, but dp_replicate={config.dp_replicate}; use "
+            "'hybrid_shard' or 'hybrid_shard_zero2', or dp_replicate=1"
+        )

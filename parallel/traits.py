@@ -1,0 +1,35 @@
+"""What each data-parallel backend can do, as data; the only list of them beside the table of `parallelize`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a backend can do.
+
+    Attributes:
+        shards: Whether it shards parameters, so that strategies and units have a meaning.
+        one_process: Whether it runs one process only.
+        has_buckets: Whether it sends gradients in buckets.
+        sums_each_micro_batch: Whether it may sum gradients over ranks after every micro-batch.
+        refused_axes: Axes that it does not compose with, each with what to use instead.
+    """
+
+    shards: bool = False
+    one_process: bool = False
+    has_buckets: bool = False
+    sums_each_micro_batch: bool = True
+    refused_axes: Mapping[str, str] = field(default_factory=dict)
+
+
+_ROW_SHARDS = "data_parallel='fsdp2' with strategy='shard_grad_op', which shards optimizer state too"
+
+TRAITS: Mapping[str, Traits] = {
+    "none": Traits(one_process=True),
+    "dp": Traits(one_process=True),
+    "ddp": Traits(has_buckets=True, sums_each_micro_batch=False),
+    "zero1": Traits(has_buckets=True, sums_each_micro_batch=False, refused_axes={"tp": _ROW_SHARDS}),
+    "fsdp1": Traits(shards=True, refused_axes=dict.fromkeys(("pp", "cp"), "data_parallel='fsdp2'")),
+    "fsdp2": Traits(shards=True),
+}
