@@ -2,15 +2,19 @@
 
 import dataclasses
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import recipes.generate
 from checkpoint import TrainState, save
 from parallel import ParallelConfig
-from recipes.from_checkpoint import find_checkpoint
-from recipes.generate import GenerateCommand, generate
+from recipes.data import ByteTokenizer
+from recipes.from_checkpoint import find_checkpoint, load_model
+from recipes.generate import GenerateCommand, generate, next_logits, sample
 from recipes.recipe import Recipe
 from recipes.train import train
 from tests.parallel import small_model
@@ -59,6 +63,72 @@ def test_any_prompt_is_continued_under_sequence_parallel(prompt: str, trained: R
     assert _sample(trained, TP, prompt=prompt, num_tokens=4) == _sample(
         trained, world_size=1, prompt=prompt, num_tokens=4
     )
+
+
+def _endless(recipe: Recipe, parallel: ParallelConfig, caches: tuple[bool, ...]) -> list[str]:
+    """Texts of three contexts after prompts of several lengths, whatever token is drawn."""
+    command = GenerateCommand(
+        checkpoint=str(recipe.output.checkpoints), parallel=parallel, num_tokens=48, temperature=1.0, top_p=0.95
+    )
+    with mock.patch.object(ByteTokenizer, "eos", -1):
+        return [
+            generate(dataclasses.replace(command, prompt=prompt, cache=cache), recipe)
+            for cache in caches
+            for prompt in ("", "mesh rank", "mesh rank shard view axis")
+        ]
+
+
+def test_the_cache_changes_no_text_on_any_mesh_even_beyond_the_context(trained: Recipe) -> None:
+    (found,) = run_ranks(1, _endless, trained, ParallelConfig(), (False, True))
+    plain = found[:3]
+    assert found[3:] == plain
+    assert all(len(text) > 20 for text in plain)
+    for parallel in (TP, ParallelConfig()):
+        assert run_ranks(2, _endless, trained, parallel, (True,)) == [plain, plain]
+
+
+def _windows(recipe: Recipe) -> tuple[list[int], list[float]]:
+    """How many tokens each call computes, and how far its logits are from those of the window written out."""
+    trained = load_model(find_checkpoint(recipe.output.folder), recipe, ParallelConfig())
+    whole, sizes, differences = trained.logits, [], []
+
+    def counted(tokens: Tensor, **inputs: Tensor) -> Tensor:
+        sizes.append(tokens.shape[1])
+        return whole(tokens, **inputs)
+
+    tokens = list(range(80, 85))
+    with mock.patch.object(trained, "logits", counted), next_logits(trained, 16, 40, cache=True) as logits_of:
+        while len(tokens) < 40:
+            cached = logits_of(tokens)
+            # All tokens up to the length 16, and after that the latest 9 to 16.
+            begin = 0 if len(tokens) <= 16 else 8 * ((len(tokens) - 9) // 8)
+            seen = torch.tensor([tokens[begin:]])
+            differences.append((cached, seen))
+            tokens.append(80 + len(tokens))
+    return sizes, [small_model.difference(cached, whole(seen)[0, -1]) for cached, seen in differences]
+
+
+def test_the_cache_computes_one_token_at_a_time_and_half_a_context_where_that_is_outgrown(trained: Recipe) -> None:
+    ((sizes, differences),) = run_ranks(1, _windows, trained)
+    assert sizes == [5, *[1] * 11, 9, *[1] * 7, 9, *[1] * 7, 9, *[1] * 6]
+    assert len(differences) == 35
+    assert max(differences) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("top_p", "among"), [(1.0, {0, 1, 2, 3}), (0.97, {0, 1, 2, 3}), (0.9, {0, 1, 3}), (0.6, {1, 3}), (0.1, {1})]
+)
+def test_top_p_draws_among_the_likeliest_that_together_reach_it(top_p: float, among: set[int]) -> None:
+    logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log()
+    generator = torch.Generator().manual_seed(0)
+    drawn = [sample(logits, 1.0, top_p, generator) for _ in range(400)]
+    assert set(drawn) == among
+    # In proportion to their probabilities, which the temperature sharpens.
+    share = 0.5 / sum(float(logits[token].exp()) for token in among)
+    assert drawn.count(1) / 400 == pytest.approx(share, abs=0.08)
+    sharp = [sample(logits, 0.5, top_p, generator) for _ in range(400)]
+    assert sharp.count(1) >= drawn.count(1)
+    assert sample(logits, 0.0, top_p, generator) == 1
 
 
 def test_a_checkpoint_is_found_from_the_folder_of_its_run_too(trained: Recipe) -> None:
@@ -112,7 +182,9 @@ def test_what_cannot_be_sampled_is_refused_in_one_line(
         assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("option", "value"), [("temperature", "-1"), ("num-tokens", "0"), ("seed", "-1")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("temperature", "-1"), ("num-tokens", "0"), ("seed", "-1"), ("top-p", "0"), ("top-p", "1.5")]
+)
 def test_options_out_of_range_are_refused(
     option: str, value: str, trained: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Records, their file, and the console."""
 
+import dataclasses
 import io
 import json
 import multiprocessing
@@ -42,6 +43,9 @@ def test_the_console_line_shows_the_step_at_a_glance() -> None:
         "step   7/100  loss  2.5000  grad   0.750  lr 3.00e-04   16.0k tok/s     500 ms/step  peak 300 MiB"
     )
     assert _metrics(7, skipped=True).line().endswith("SKIPPED")
+    assert "16.0k tok/s  mfu 41.2 %     500 ms/step" in dataclasses.replace(_metrics(7), mfu=0.4123).line()
+    apart = dataclasses.replace(_metrics(7), learning_rates={"matrices": 3e-4, "vectors": 3e-5})
+    assert "  lr matrices 3.00e-04 vectors 3.00e-05  " in apart.line()
     assert _evaluation(7).line() == "after step 7: held-out loss 2.2500 on 12,345 tokens"
 
 

@@ -87,3 +87,32 @@ def test_the_implementation_is_the_one_asked_for(
 def test_values_out_of_range_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         OptimizerConfig(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rule", "global_batch", "expected"),
+    [("linear", 128, 0.04), ("linear", 16, 0.005), ("sqrt", 128, 0.02), ("sqrt", 32, 0.01), (None, 128, 0.01)],
+)
+def test_the_learning_rate_follows_the_batch_as_the_rule_says(
+    rule: Literal["linear", "sqrt"] | None, global_batch: int, expected: float
+) -> None:
+    config = OptimizerConfig(lr=0.01, lr_scaling=rule, lr_reference_batch=32 if rule else None)
+    scaled = config.at_batch(global_batch)
+    assert scaled.lr == pytest.approx(expected)
+    # Once is enough.
+    assert scaled.at_batch(global_batch) == scaled
+    optimizer = adamw_factory(scaled)(dict(_model().named_parameters()))
+    assert [(group["name"], group["lr"]) for group in optimizer.param_groups] == [
+        ("matrices", pytest.approx(expected)),
+        ("vectors", pytest.approx(expected)),
+    ]
+
+
+def test_a_rule_needs_its_reference_and_the_reference_a_rule() -> None:
+    for values in ({"lr_scaling": "linear"}, {"lr_reference_batch": 32}):
+        with pytest.raises(ValueError, match="need each other"):
+            OptimizerConfig(**values)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown lr_scaling 'cubic'; legal: linear, sqrt"):
+        OptimizerConfig(lr_scaling="cubic", lr_reference_batch=32)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lr_reference_batch=0 must be at least 1"):
+        OptimizerConfig(lr_scaling="sqrt", lr_reference_batch=0)

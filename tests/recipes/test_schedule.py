@@ -93,3 +93,65 @@ def test_illegal_schedules_and_states_are_refused() -> None:
         Schedule(optimizer, ScheduleConfig(warmup_steps=0), 0)
     with pytest.raises(ValueError, match="has no step"):
         Schedule(optimizer, ScheduleConfig(warmup_steps=0), 10).load_state_dict({"last_epoch": 3})
+
+
+def test_wsd_factors_equal_those_by_hand() -> None:
+    def factors(**values: Any) -> list[float]:
+        config = ScheduleConfig(shape="wsd", warmup_steps=2, decay_fraction=0.4, **values)
+        return [learning_rate_factor(step, config, 10) for step in range(12)]
+
+    # Two steps up, four at the peak, four down; after the run it stays.
+    up = [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert factors(min_ratio=0.2) == pytest.approx([*up, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
+    assert factors(min_ratio=0.0) == pytest.approx([*up, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0])
+    root = math.sqrt(0.5)
+    assert factors(min_ratio=0.0, decay="sqrt") == pytest.approx([*up, 0.5, 1 - root, 1 - math.sqrt(0.75), 0, 0, 0])
+    assert factors(min_ratio=0.0625, decay="exponential") == pytest.approx([*up, 0.5, 0.25, 0.125, *[0.0625] * 3])
+    assert factors(min_ratio=0.0, decay="cosine") == pytest.approx(
+        [*up, (1 + root) / 2, 0.5, (1 - root) / 2, 0.0, 0.0, 0.0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fraction", "total_steps", "expected"), [(0.1, 30, 3), (0.1, 31, 4), (0.0, 30, 0), (0.25, 3, 1), (1.0, 7, 7)]
+)
+def test_the_share_of_decay_steps_is_rounded_up(fraction: float, total_steps: int, expected: int) -> None:
+    config = ScheduleConfig(shape="wsd", warmup_steps=0, decay_fraction=fraction)
+    assert config.decay_steps(total_steps) == expected
+    factors = [learning_rate_factor(step, config, total_steps) for step in range(total_steps)]
+    assert sum(factor < 1 for factor in factors) == expected
+
+
+def test_a_stable_run_that_is_made_longer_is_one_that_was_planned_so() -> None:
+    config = ScheduleConfig(shape="wsd", warmup_steps=2, decay_fraction=0.2)
+    optimizer, resumed_optimizer = _optimizer(), _optimizer()
+    schedule = Schedule(optimizer, config, 10)
+    _rates(optimizer, schedule, 7)
+    resumed = Schedule(resumed_optimizer, config, 20)
+    with pytest.warns(UserWarning, match="total_steps 10 -> 20$"):
+        resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    planned = Schedule(_optimizer(), config, 20)
+    assert resumed.get_last_lr()[0] == 0.1
+    planned_optimizer = planned.optimizer
+    assert _rates(resumed_optimizer, resumed, 13) == _rates(planned_optimizer, planned, 20)[7:]
+
+
+def test_a_schedule_that_contradicts_itself_is_refused() -> None:
+    for values, message in (
+        ({"shape": "wds"}, "unknown shape 'wds'; legal: cosine, wsd"),
+        ({"decay": "steep"}, "unknown decay 'steep'; legal: linear, cosine, sqrt, exponential"),
+        ({"decay_fraction": 1.5}, "decay_fraction=1.5 must be at most 1"),
+        ({"decay": "exponential", "min_ratio": 0.0}, "never reaches min_ratio=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ScheduleConfig(**values)  # type: ignore[arg-type]
+    both = ScheduleConfig(shape="wsd", warmup_steps=6, decay_fraction=0.5)
+    with pytest.raises(ValueError, match=r"warmup_steps=6 and the 5 steps of .* together exceed the 10"):
+        Schedule(_optimizer(), both, 10)
+    Schedule(_optimizer(), both, 12)
+
+
+def test_a_schedule_is_told_in_a_few_words() -> None:
+    assert ScheduleConfig(warmup_steps=2).describe(10) == "then by half a cosine to 0.1 of it"
+    config = ScheduleConfig(shape="wsd", warmup_steps=2, decay_fraction=0.2, min_ratio=0.0, decay="sqrt")
+    assert config.describe(10) == "then stable, in the last 2 steps sqrt to 0 of it"
