@@ -266,4 +266,4 @@ def test_configs_out_of_range_are_refused() -> None:
         ({"wandb_project": " "}, "wandb_project is empty"),
     ):
         with pytest.raises(ValueError, match=message):
-            MetricsConfig(**values)  # type: ignore[arg-type]
+            MetricsConfig(**values)

@@ -111,7 +111,7 @@ def test_the_learning_rate_follows_the_batch_as_the_rule_says(
 def test_a_rule_needs_its_reference_and_the_reference_a_rule() -> None:
     for values in ({"lr_scaling": "linear"}, {"lr_reference_batch": 32}):
         with pytest.raises(ValueError, match="need each other"):
-            OptimizerConfig(**values)  # type: ignore[arg-type]
+            OptimizerConfig(**values)
     with pytest.raises(ValueError, match="unknown lr_scaling 'cubic'; legal: linear, sqrt"):
         OptimizerConfig(lr_scaling="cubic", lr_reference_batch=32)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lr_reference_batch=0 must be at least 1"):

@@ -144,7 +144,7 @@ def test_a_schedule_that_contradicts_itself_is_refused() -> None:
         ({"decay": "exponential", "min_ratio": 0.0}, "never reaches min_ratio=0"),
     ):
         with pytest.raises(ValueError, match=message):
-            ScheduleConfig(**values)  # type: ignore[arg-type]
+            ScheduleConfig(**values)
     both = ScheduleConfig(shape="wsd", warmup_steps=6, decay_fraction=0.5)
     with pytest.raises(ValueError, match=r"warmup_steps=6 and the 5 steps of .* together exceed the 10"):
         Schedule(_optimizer(), both, 10)
