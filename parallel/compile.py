@@ -27,8 +27,12 @@ def check_compiler(device_type: str) -> None:
             f"compile needs a C++ compiler on the CPU and {compiler!r} was not found; install g++, set CXX, or use "
             "compile=False"
         )
-    if device_type == "cuda" and not torch.utils._triton.has_triton():
-        raise ValueError("compile needs triton on a GPU and it was not found; install it, or use compile=False")
+    if device_type == "cuda":
+        # Private: inductor asks the same, later and less clearly. No other module of torch loads this one by itself.
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            raise ValueError("compile needs triton on a GPU and it was not found; install it, or use compile=False")
 
 
 def apply_compile(model: nn.Module, blocks: Sequence[Block]) -> None:

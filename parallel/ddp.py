@@ -44,7 +44,7 @@ class Ddp:
             return model
         options = config.buckets
         wrapped = DistributedDataParallel(
-            in_compute_dtype(model, config.precision),
+            in_compute_dtype(model, config.precision.compute_dtype),
             process_group=mesh.group("dp"),
             broadcast_buffers=False,
             bucket_cap_mb=options.bucket_cap_mb,

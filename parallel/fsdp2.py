@@ -74,7 +74,7 @@ def apply_fsdp2(
         units: Modules that are gathered together, in the order in which they run.
         reshard_after_forward: Free a unit after its forward and gather it again in backward (ZeRO-3).
         sharding: How units are kept and prefetched.
-        precision: Compute, reduce and output dtypes.
+        precision: Compute and reduce dtypes.
 
     Raises:
         ValueError: If a unit asks for another view.
@@ -82,6 +82,12 @@ def apply_fsdp2(
     foreign = [unit for unit in units if unit.view != "fsdp"]
     if foreign:
         raise ValueError(f"units over another view than fsdp are not built yet: {foreign}")
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision.compute_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        # Casting inputs would also round the rotary tables; activations take the weights' dtype by themselves.
+        cast_forward_inputs=False,
+    )
     pin = mesh.device_type == "cuda"
     shard = functools.partial(
         _replicate if replicate else fully_shard,
@@ -98,12 +104,12 @@ def apply_fsdp2(
         shard(
             modules if len(modules) > 1 else modules[0],
             reshard_after_forward=False if is_kept else after_forward,
-            mp_policy=_policy(precision, root=False),
+            mp_policy=policy,
         )
         heads.append(modules[0])  # type: ignore[arg-type]  # fully_shard has made it an FSDPModule
     _refuse_direct_forward(model, type(model).__name__)
     # The root is needed again as soon as backward starts, so by default it stays unsharded until then.
-    shard(model, mp_policy=_policy(precision, root=True))
+    shard(model, mp_policy=policy)
     model.register_forward_hook(_reshard_after_evaluation)
     _prefetch(heads, sharding)
     for module in model.modules():
@@ -121,17 +127,6 @@ def _replicate(
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     return replicate(module, **options)
-
-
-def _policy(precision: Precision, *, root: bool) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(
-        param_dtype=precision.compute_dtype,
-        reduce_dtype=precision.reduce_dtype,
-        # On a unit it would cast the activations between blocks.
-        output_dtype=precision.output_dtype if root else None,
-        # Casting inputs would also round the rotary tables; activations take the weights' dtype by themselves.
-        cast_forward_inputs=False,
-    )
 
 
 def _prefetch(units: Sequence[FSDPModule], sharding: Sharding) -> None:

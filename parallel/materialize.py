@@ -49,7 +49,8 @@ def materialize(trained: Trained, seed: int = 0) -> None:
             f"{type(model).__name__} has no init_parameter(fqn, tensor, generator), so its values cannot be drawn; "
             "add that method, or call allocate and load a checkpoint"
         )
-    device = trained.parameter_device
+    # Not on the CPU where parameters are offloaded to it: offloading must not change the values.
+    device = trained.mesh.device
     _allocate(trained)
     for fqn, parameter in trained.named_parameters().items():
         # In a function, so that one whole tensor is gone before the next is made.
@@ -72,6 +73,8 @@ def allocate(trained: Trained) -> None:
 
 
 def _allocate(trained: Trained) -> None:
+    if not any(parameter.is_meta for parameter in trained.source.parameters()):
+        return  # values are there, and a wrapper may hold on to them
     with mark_replaced(trained.source):
         trained.source.to_empty(device=trained.parameter_device)
         tie(trained.source, trained.plan.tied)

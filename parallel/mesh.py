@@ -153,7 +153,7 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Mesh:
     check_built(resolved)
     device = torch.device(device_type)
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = _own_gpu(world_size)
         torch.cuda.set_device(device)
     if not started:
         _start_default_group(device, world_size)
@@ -166,8 +166,19 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Mesh:
     return mesh
 
 
+def _own_gpu(world_size: int) -> torch.device:
+    if "LOCAL_RANK" not in os.environ and world_size > 1:
+        raise ValueError(
+            f"the job has {world_size} ranks, but LOCAL_RANK does not say which GPU of its node this one has; start "
+            "the script through torchrun, or set LOCAL_RANK"
+        )
+    # Some launchers show each rank its own GPU only, as number 0.
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
 def _start_default_group(device: torch.device, world_size: int) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    # Beside GPUs gloo serves tensors in host memory: objects, and parameters that are offloaded.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     elif world_size == 1:

@@ -58,6 +58,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
     plan.check(model)
     _check_blocks(model, mesh, resolved, plan)
     _check_values(model, mesh)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(mesh.device)
     with mark_replaced(model):
         if mesh.degree("tp") > 1:
             # TP first: fully_shard must see DTensors to build the 2-D layout.

@@ -40,7 +40,7 @@ class StepResult:
 
 def forward_backward(trained: "Trained", micro_batches: Sequence[Batch]) -> StepResult:
     """Computes the gradients of one step; see `Trained.forward_backward`."""
-    for parameter in trained.source.parameters():
+    for parameter in trained.named_parameters().values():
         parameter.grad = None
     num_valid_tokens = _agree_on_tokens(trained, micro_batches)
     if num_valid_tokens == 0:

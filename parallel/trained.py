@@ -32,7 +32,7 @@ class Trained:
     def __init__(
         self, source: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan, backend: Backend
     ) -> None:
-        """Wraps the model where the backend takes it on meta.
+        """Wraps the model where it has values already or the backend takes it on meta.
 
         Args:
             source: The model, already split by tensor parallelism.
@@ -42,9 +42,10 @@ class Trained:
             backend: The data-parallel backend.
         """
         self.source, self.mesh, self.config, self.plan, self.backend = source, mesh, config, plan, backend
-        self.model = source
-        if backend.wraps_before_materialize:
-            self.model = backend.wrap(source, mesh, config, plan)
+        self.model, self._wrapped = source, False
+        has_values = not any(parameter.is_meta for parameter in source.parameters())
+        if backend.wraps_before_materialize or has_values:
+            self._wrap()
 
     @property
     def parameter_device(self) -> torch.device:
@@ -53,8 +54,11 @@ class Trained:
 
     def wrap_after_materialize(self) -> None:
         """Wraps the model where the backend needs real values; `materialize` calls this."""
-        if not self.backend.wraps_before_materialize:
-            self.model = self.backend.wrap(self.source, self.mesh, self.config, self.plan)
+        if not self._wrapped:
+            self._wrap()
+
+    def _wrap(self) -> None:
+        self.model, self._wrapped = self.backend.wrap(self.source, self.mesh, self.config, self.plan), True
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The sharded parameters by fqn; tied ones once, under their canonical name."""
@@ -172,7 +176,8 @@ class Trained:
         inputs: dict[str, Tensor | None] = {"positions": positions, "document_ids": document_ids}
         padded = {name: None if value is None else _pad(value, missing) for name, value in inputs.items()}
         output = self.model(_pad(tokens, missing), **padded)
-        return (output.full_tensor() if isinstance(output, DTensor) else output)[:, :length]
+        whole = output.full_tensor() if isinstance(output, DTensor) else output
+        return whole[:, :length].to(self.config.precision.output_dtype or whole.dtype)
 
     def check_batch(self, batch: Batch) -> None:
         """Holds one batch against the layout.

@@ -66,7 +66,10 @@ class LossHead(nn.Module):
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes loss and gradients chunk by chunk in forward, so that backward needs no logits."""
+    """Computes loss and gradients chunk by chunk in forward, so that backward needs no logits.
+
+    The weight's gradient is summed over chunks in the dtype of the weight, one rounding a chunk.
+    """
 
     @staticmethod
     def forward(
@@ -95,10 +98,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # In place, as the weight's gradient may be gigabytes; unless the graph will be walked again, which needs it
         # as it is (schedules that part the gradients of inputs and weights do that).
+        # Private: no public call tells whether the graph is kept; test_loss walks it twice.
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         scaled: list[Tensor | None] = []
         for each in ctx.saved_tensors:
-            scaled.append(None if each is None else (each.mul if keep else each.mul_)(grad.to(each.dtype)))
+            if each is None:
+                scaled.append(None)
+                continue
+            # As a vector the factor takes part in type promotion, so it is not itself rounded to bfloat16.
+            out = torch.empty_like(each) if keep else each
+            scaled.append(torch.mul(each, grad.view(1), out=out))
         return (*scaled, None, None, None, None)
 
 

@@ -1,6 +1,8 @@
 """Compiled blocks give the numbers and names of uncompiled ones, on every layout."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -235,3 +237,9 @@ def refused_in(fields: dict[str, Any], environment: dict[str, str]) -> tuple[str
         for name, value in environment.items():
             patch.setenv(name, value)
         return refused(fields)
+
+
+def test_asking_for_a_gpu_compiler_needs_no_module_that_something_else_has_imported() -> None:
+    code = "from parallel.compile import check_compiler\ntry:\n    check_compiler('cuda')\nexcept ValueError:\n    pass"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

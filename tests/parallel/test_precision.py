@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from models.llama import Llama, LlamaConfig, llama_plan
-from parallel import Batch, ParallelConfig, Precision, build_mesh, materialize, parallelize
-from tests.parallel.small_model import batches, build
+from parallel import Batch, CollectiveCounter, ParallelConfig, Precision, build_mesh, materialize, parallelize
+from tests.parallel.small_model import CONFIG, batches, build
 from tests.ranks import run_ranks
 
 BF16 = Precision(compute="bfloat16", reduce="float32")
@@ -116,11 +116,28 @@ def warnings_of(dtype: torch.dtype) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def test_one_process_without_a_backend_refuses_mixed_precision() -> None:
-    assert "data_parallel='none' computes in the stored dtype" in run_ranks(1, refusal)[0]
+def losses_and_logits(precision: Precision, backend: str) -> tuple[float, torch.dtype, int]:
+    config = ParallelConfig(precision=precision, data_parallel=backend)  # type: ignore[arg-type]
+    trained = build(config, dtype=torch.float32)
+    mine = batches(trained.mesh, 0)
+    with CollectiveCounter(trained.mesh) as counter:
+        loss = trained.forward_backward(mine).loss_sum
+    reduced = sum(each.payload_bytes for each in counter.records if each.phase == "backward" and "reduce" in each.kind)
+    return loss, trained.logits(mine[0].tokens).dtype, reduced
 
 
-def refusal() -> str:
-    with pytest.raises(ValueError) as caught:
-        build(ParallelConfig(data_parallel="none", precision=BF16), dtype=torch.float32)
-    return str(caught.value)
+def test_the_output_dtype_is_that_of_logits_and_does_not_touch_the_loss() -> None:
+    for backend in ("fsdp2", "ddp"):
+        plain, dtype, _ = run_ranks(2, losses_and_logits, Precision(), backend)[0]
+        assert dtype == torch.float32
+        assert run_ranks(2, losses_and_logits, Precision(output="bfloat16"), backend)[0][:2] == (plain, torch.bfloat16)
+
+
+def test_gradients_are_summed_in_the_dtype_that_is_asked_for() -> None:
+    for backend in ("fsdp2", "ddp"):
+        sent = {
+            dtype: run_ranks(2, losses_and_logits, Precision(compute="bfloat16", reduce=dtype), backend)[0][2]
+            for dtype in ("float32", "bfloat16")
+        }
+        assert sent["float32"] == CONFIG.num_parameters * 4
+        assert sent["bfloat16"] == CONFIG.num_parameters * 2
