@@ -16,7 +16,7 @@ from recipes.data.tokenizer import Tokenizer
 SIDES = ("train", "held_out")
 
 # Enough for a tokenizer to use every core, and little beside the rest of a run.
-_BATCH_BYTES = 1 << 21
+_BATCH_BYTES = 1 << 20
 _BATCH_ITEMS = 1 << 14
 
 

@@ -92,8 +92,7 @@ class FileTokenizer:
         Args:
             tokens: Token ids.
         """
-        known = [token for token in tokens if 0 <= token < self.vocab_size]
-        return self._tokenizer.decode(known, skip_special_tokens=True)
+        return self._tokenizer.decode([token for token in tokens if token >= 0], skip_special_tokens=True)
 
     def special(self, name: str) -> int:
         """The token of that name.

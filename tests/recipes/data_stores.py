@@ -45,7 +45,7 @@ def write_lines(path: Path, records: Sequence[object]) -> str:
     return str(path)
 
 
-def train_tokenizer(path: Path, *, specials: Sequence[str] = ("<|endoftext|>",), vocab_size: int = 300) -> str:
+def train_tokenizer(path: Path, *, specials: Sequence[str] = ("<|endoftext|>",), vocab_size: int = 280) -> str:
     """Trains a tiny tokenizer and writes its `tokenizer.json`; gives its path."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from recipes.data import (
     ByteTokenizer,
@@ -61,6 +61,9 @@ def test_truncation_padding_and_template_of_the_file_are_left_out(tmp_path: Path
     library = Tokenizer.from_file(path)
     library.enable_truncation(3)
     library.enable_padding(length=64)
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
     library.save(path)
     tokenizer = load_tokenizer(TokenizerConfig(file=path))
     texts = [b"the cat and the dog", b"hat"]
@@ -177,7 +180,7 @@ def test_pieces_are_the_text_and_change_no_token_of_a_tokenizer_that_splits_word
     tmp_path: Path, block_bytes: int
 ) -> None:
     tokenizer = load_tokenizer(TokenizerConfig(file=train_tokenizer(tmp_path / "tokenizer.json")))
-    text = ("the cat\n  and\n\n\n the dog  \n\thats it's  \n" * 20 + "漢字🙂 and " * 9 + "\n").encode() * 3
+    text = ("the cat\n  and\n\nthe\n\n\n the dog  \n\thats it's  \n" * 20 + "漢字🙂 and " * 9 + "\n").encode() * 3
     cut = list(pieces((text[at : at + block_bytes] for at in range(0, len(text), block_bytes)), 64))
     assert b"".join(cut) == text
     assert max(map(len, cut)) <= 64
