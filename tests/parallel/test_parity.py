@@ -58,7 +58,7 @@ CHECKPOINTING: dict[str, dict[str, Any]] = {
 }
 # Micro-batches, and when gradients are reduced.
 ACCUMULATION: dict[str, tuple[int, Any]] = {
-    "one": (1, "every_micro_batch"),
+    "one": (1, None),
     "three, reduced each": (3, "every_micro_batch"),
     "three, reduced last": (3, "last"),
 }
