@@ -62,7 +62,7 @@ class ScheduleConfig:
         """
         if self.shape == "cosine":
             return total_steps - self.warmup_steps
-        # Rounded first: 0.1 of 30 steps is 3.0000000000000004 in binary.
+        # Rounded first: 0.07 of 100 steps is 7.000000000000001 in binary.
         return math.ceil(round(self.decay_fraction * total_steps, 9))
 
     def describe(self, total_steps: int) -> str:

@@ -315,7 +315,8 @@ def test_a_saved_recipe_of_another_version_is_refused_in_one_line(
 
 def test_a_run_prints_a_table_of_what_it_resolved_to(recipe_file: str, tmp_path: Path) -> None:
     words = ("--training.stop-at", "1", "--parallel.tp", "2", "--output.folder", str(tmp_path / "out"))
-    said = _on_ranks("recipes.train", recipe_file, *words)
+    rate = ("--optimizer.lr-scaling", "sqrt", "--optimizer.lr-reference-batch", "24", "--schedule.shape", "wsd")
+    said = _on_ranks("recipes.train", recipe_file, *words, *rate, "--metrics.peak-tflops", "0.001")
     assert (said.code, said.err) == (0, "")
     shown = " ".join(re.sub(r"[│\s]+", " ", said.out).split())
     for part in (
@@ -324,6 +325,11 @@ def test_a_run_prints_a_table_of_what_it_resolved_to(recipe_file: str, tmp_path:
         "fsdp2 full_shard, tp 2, with sequence parallel, with loss parallel",
         "6 sequences x 16 tokens = 96 tokens a step; 3 micro-batch(es) of 2 on each of 1 data-parallel rank(s)",
         "16, stopping after 1",
+        "up to 0.005 (0.01 at 24 sequences, scaled by sqrt rule to 6) in 2 steps, then stable, in the last 2 steps "
+        "linear to 0.1 of it",
+        "MFU of 0.001 TFLOP/s a device, by full_attention: 0.000155 GFLOPs a token",
+        # Half of that peak in the first of two steps of warm-up.
+        "lr 2.50e-03",
         "517 tokens, 74 held out",
         "parallel.tp 1 -> 2",
         "training.stop_at None -> 1",

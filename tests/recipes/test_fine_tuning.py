@@ -37,7 +37,12 @@ def _tuned(base: Recipe, folder: Path, **training: Any) -> Recipe:
         for answer in ANSWERS
     ]
     source = write_lines(folder / "chat.jsonl", lines)
-    values: dict[str, Any] = {"steps": 3, "global_batch": 8, "init_from": base.output.folder, "stop_at": None} | training
+    values: dict[str, Any] = {
+        "steps": 3,
+        "global_batch": 8,
+        "init_from": base.output.folder,
+        "stop_at": None,
+    } | training
     return dataclasses.replace(
         base,
         name="tuned",

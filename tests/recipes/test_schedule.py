@@ -113,7 +113,7 @@ def test_wsd_factors_equal_those_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fraction", "total_steps", "expected"), [(0.1, 30, 3), (0.1, 31, 4), (0.0, 30, 0), (0.25, 3, 1), (1.0, 7, 7)]
+    ("fraction", "total_steps", "expected"), [(0.07, 100, 7), (0.1, 31, 4), (0.0, 30, 0), (0.25, 3, 1), (1.0, 7, 7)]
 )
 def test_the_share_of_decay_steps_is_rounded_up(fraction: float, total_steps: int, expected: int) -> None:
     config = ScheduleConfig(shape="wsd", warmup_steps=0, decay_fraction=fraction)
