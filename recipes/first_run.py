@@ -68,11 +68,7 @@ def first_run(command: FirstRun) -> None:
         console.rule(f"leg {number} of {len(legs)}")
         summaries.append(run(train, recipe, num_processes=command.nproc, debug=command.debug))
     console.print(_table(summaries))
-    entropy = text_entropy(load_dataset(legs[0].data).train)
-    console.print(
-        f"training text: unigram entropy {entropy.unigram:.3f}, bigram entropy {entropy.bigram:.3f} nats a byte; "
-        f"held-out loss {summaries[-1].held_out_loss:.3f}"
-    )
+    console.print(_yardstick(legs[0], summaries[-1].held_out_loss))
     console.rule("a sample")
     prompt = GenerateCommand(checkpoint=str(legs[-1].output.checkpoints), prompt="def ", num_tokens=240)
     run(print_sample, prompt, legs[-1], num_processes=command.nproc, debug=command.debug)
@@ -91,6 +87,18 @@ def _legs(command: FirstRun, world_size: int) -> list[Recipe]:
         dataclasses.replace(base, training=first, parallel=ParallelConfig()),
         dataclasses.replace(base, parallel=ParallelConfig(tp=tp)),
     ]
+
+
+def _yardstick(recipe: Recipe, held_out_loss: float | None) -> str:
+    """What the simplest models would lose, beside what this one does; never a reason to lose a finished run."""
+    loss = "nothing is held out" if held_out_loss is None else f"held-out loss {held_out_loss:.3f}"
+    try:
+        entropy = text_entropy(load_dataset(recipe.data).train)
+    except ValueError as error:
+        return f"{loss}; no entropies to compare with: {error}"
+    return (
+        f"training text: unigram entropy {entropy.unigram:.3f}, bigram entropy {entropy.bigram:.3f} nats a byte; {loss}"
+    )
 
 
 def _clear(folder: Path) -> None:

@@ -9,6 +9,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from recipes.launchers import default_num_processes, is_first_rank, join_launcher
@@ -21,6 +23,7 @@ from recipes.messages import (
     restore_cursor,
     show_warnings,
 )
+from recipes.user_files import import_user_file, imported_user_files
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -92,8 +95,7 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_proces
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",
             run_id=str(os.getpid()),
-            # Forked ranks start in a tenth of the time; CUDA does not survive a fork.
-            start_method="spawn" if torch.cuda.is_available() else "fork",
+            start_method=_start_method(),
             monitor_interval=0.1,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
@@ -101,7 +103,9 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_proces
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*use of fork.*")
-                return elastic_launch(config, _call)(function, args)[0]
+                # Bytes, so that a rank which starts from nothing can first import what they speak of.
+                call = bytes(ForkingPickler.dumps((function, args)))
+                return elastic_launch(config, _call)(call, imported_user_files())[0]
         except ChildFailedError as error:
             _report(*error.get_first_failure(), debug=debug)
         except SignalException as error:
@@ -159,7 +163,14 @@ def _handlers(signals: Iterable[signal.Signals], handler: signal.Handlers | None
                 signal.signal(each, own)
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _start_method() -> str:
+    """Forked ranks start in a tenth of the time; CUDA does not survive a fork."""
+    import torch
+
+    return "spawn" if torch.cuda.is_available() else "fork"
+
+
+def _call(call: bytes, user_files: list[str]) -> Any:
     """Runs on a started rank."""
     # Python's handlers wait for the end of a collective, which may never come.
     for each in SIGNALS:
@@ -167,6 +178,11 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     tempfile.tempdir = None
     show_warnings(first_rank=is_first_rank())
     try:
+        missing = set(user_files) - set(imported_user_files())
+        for path in user_files:
+            if path in missing:
+                import_user_file(Path(path))
+        function, args = ForkingPickler.loads(call)
         result = function(*args)
     except Exception as error:
         _wait_for_cause(error)

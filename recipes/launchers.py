@@ -29,13 +29,14 @@ def join_launcher() -> bool:
             continue
         if launcher != "torchrun" and os.environ[world_size] == "1":
             continue
-        # srun writes the tasks of each node as "4(x2)".
-        on_node = os.environ.get(local_world_size, os.environ[world_size]).split("(")[0]
+        on_node = tasks_of_node(
+            os.environ.get(local_world_size, os.environ[world_size]), int(os.environ.get("SLURM_NODEID", "0"))
+        )
         os.environ |= {
             "RANK": os.environ[rank],
             "WORLD_SIZE": os.environ[world_size],
             "LOCAL_RANK": os.environ.get(local_rank, "0"),
-            "LOCAL_WORLD_SIZE": on_node,
+            "LOCAL_WORLD_SIZE": str(on_node),
         }
         if "MASTER_ADDR" not in os.environ:
             raise ValueError(
@@ -45,6 +46,20 @@ def join_launcher() -> bool:
         os.environ.setdefault("MASTER_PORT", "29500")
         return True
     return False
+
+
+def tasks_of_node(counts: str, node: int) -> int:
+    """Tasks on one node, of a list as srun writes it: `4(x2),3` is 4 on each of two nodes and 3 on a third.
+
+    Args:
+        counts: The list; a plain number is one for all nodes.
+        node: Number of the node, from 0.
+    """
+    expanded: list[int] = []
+    for item in counts.split(","):
+        number, _, times = item.partition("(x")
+        expanded += [int(number)] * int(times.rstrip(")") or 1)
+    return expanded[node] if node < len(expanded) else expanded[-1]
 
 
 def default_num_processes() -> int:

@@ -1,9 +1,7 @@
 """Says what to train and how to split it: the tree of configs that a run resolves to."""
 
 import importlib
-import importlib.util
 import pkgutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +18,7 @@ from recipes.launchers import is_first_rank
 from recipes.metrics import MetricsConfig
 from recipes.optimizer import OptimizerConfig
 from recipes.schedule import ScheduleConfig, check_schedule
+from recipes.user_files import import_user_file
 
 DEFAULT_RECIPE = "llama_debug"
 """The recipe that runs anywhere, and whose fields the help shows where none is named."""
@@ -235,17 +234,9 @@ def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any], prefix: st
 
 def _recipe_of_file(path: Path) -> Recipe:
     """Calls `recipe()` of a file of the user's."""
-    if not path.is_file():
-        raise ValueError(f"there is no recipe file {str(path)!r}")
-    name = f"_recipe_file_{path.stem}"
-    specification = importlib.util.spec_from_file_location(name, path)
-    if specification is None or specification.loader is None:
-        raise ValueError(f"{str(path)!r} cannot be imported")
-    # Known to Python as an import would make it, because dataclasses look their module up.
-    module = sys.modules[name] = importlib.util.module_from_spec(specification)
+    module = import_user_file(path)
+    make: Callable[[], object] | None = getattr(module, "recipe", None)
     try:
-        specification.loader.exec_module(module)
-        make: Callable[[], object] | None = getattr(module, "recipe", None)
         made = make() if callable(make) else None
     except Exception as error:
         raise ValueError(f"the recipe file {str(path)!r} raised {type(error).__name__}: {error}") from error

@@ -1,6 +1,8 @@
 """The training loop and its command: `python -m recipes.train RECIPE [overrides]`."""
 
+import math
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -98,10 +100,15 @@ def _step(
     # The last step of an epoch has fewer.
     num_samples = min(recipe.training.global_batch, stream.state_dict()["num_samples"] - stream.position)
     result = trained.forward_backward(stream.next_step())
-    norm = float("nan")
-    if not result.skipped:
+    norm, skipped = float("nan"), result.skipped
+    if not skipped:
         norm = trained.clip_gradients(recipe.training.max_gradient_norm).item()
-        optimizer.step()
+        # Such gradients would turn every parameter into NaN, and soon every checkpoint that is kept.
+        skipped = not math.isfinite(norm)
+        if skipped:
+            warnings.warn("the gradient norm is not finite: such steps change nothing; lower the rate", stacklevel=2)
+        else:
+            optimizer.step()
     rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
     schedule.step()
     state.step += 1
@@ -120,7 +127,7 @@ def _step(
         step_time_s=step_time_s,
         peak_bytes=peak_bytes(trained.mesh.device),
         mfu=None if utilization is None else utilization.of(num_tokens, step_time_s),
-        skipped=result.skipped,
+        skipped=skipped,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import parallel.compile
 from parallel import Buckets, ParallelConfig, Sharding
 from tests.covering import Row, all_pairs, covering_rows, pairs
 from tests.parallel.small_model import Run, adamw, difference, fused_adamw, sgd, train
@@ -72,6 +73,9 @@ FROZEN: dict[str, tuple[str, ...]] = {
     "all trained": (),
     "some frozen": ("embed.weight", "blocks.0.attention.q_proj.weight", "blocks.1.feed_forward_norm.weight"),
 }
+# Compiled code for the arithmetic itself is in test_compile: here the graphs run as they are, which takes seconds less.
+COMPILE: dict[str, bool] = {"not compiled": False, "compiled": True}
+COMPILED_LAYOUTS = ("full_shard-2", "tp-2", "full_shard-2 x tp-2", "ddp-2")
 
 
 class Case(NamedTuple):
@@ -86,11 +90,12 @@ class Case(NamedTuple):
     clipping: str
     optimizer: str
     frozen: str
+    compiled: str
 
 
 FACTORS = [
     list(each)
-    for each in (LAYOUTS, MODELS, SPLITS, SHARDING, CHECKPOINTING, ACCUMULATION, CLIPPING, OPTIMIZERS, FROZEN)
+    for each in (LAYOUTS, MODELS, SPLITS, SHARDING, CHECKPOINTING, ACCUMULATION, CLIPPING, OPTIMIZERS, FROZEN, COMPILE)
 ]
 
 
@@ -103,7 +108,10 @@ def is_meaningful(row: Row) -> bool:
         case.sharding != "by block" or case.accumulation == "three, reduced each"
     ):
         return False  # nothing is sharded, and gradients are whole anyway
-    if case.sharding == "by size, prefetched" and case.checkpointing == "some ops recomputed":
+    is_compiled = COMPILE[case.compiled]
+    if is_compiled and case.layout not in COMPILED_LAYOUTS:
+        return False
+    if case.sharding == "by size, prefetched" and (is_compiled or case.checkpointing == "some ops recomputed"):
         return False  # units within blocks
     return case.sharding != "regrouped" or case.layout == "full_shard-4"
 
@@ -133,6 +141,7 @@ def one_process(model: str, clipping: str, optimizer: str, frozen: str) -> Run:
         clipping=clipping,
         optimizer=optimizer,
         frozen=frozen,
+        compiled="not compiled",
     )
     return run_case(1, {"data_parallel": "none"}, case)
 
@@ -145,6 +154,7 @@ def run_case(world_size: int, layout: dict[str, Any], case: Case) -> Run:
         **SPLITS[case.split],
         **CHECKPOINTING[case.checkpointing],
         sharding=SHARDING[case.sharding],
+        compile=COMPILE[case.compiled],
         reduce_gradients=reduce,
     )
     runs: list[Run] = run_ranks(
@@ -170,6 +180,7 @@ def run_on_rank(
     frozen: tuple[str, ...],
 ) -> Run:
     """One rank of a case."""
+    parallel.compile.BACKEND = "aot_eager"
     return train(config, optimizer, model=model, num_micro_batches=micro_batches, max_norm=max_norm, frozen=frozen)
 
 
