@@ -72,21 +72,22 @@ def test_the_recipes_for_clusters_are_listed_with_their_world_sizes() -> None:
 
 # Ranks from both ends, which uneven shards tell apart, and an arbitrary one.
 @pytest.mark.parametrize(
-    ("name", "world_size", "rank"),
+    ("name", "world_size", "rank", "mesh"),
     [
-        ("smollm2_135m", 8, 7),
-        ("llama_3_2_1b", 8, 0),
-        ("llama_3_1_8b", 8, 5),
-        ("llama_3_1_8b", 64, 63),
-        ("llama_3_1_70b", 256, 83),
-        ("llama_3_1_405b", 2048, 0),
-        ("llama_3_1_405b", 2048, 2047),
+        ("smollm2_135m", 8, 7, "no_shard, dp_replicate 8"),
+        ("llama_3_2_1b", 8, 0, "shard_grad_op, dp_shard 8"),
+        ("llama_3_1_8b", 8, 5, "full_shard, dp_shard 8"),
+        ("llama_3_1_8b", 64, 63, "full_shard, dp_shard 64"),
+        ("llama_3_1_70b", 256, 83, "full_shard, dp_shard 32 x tp 8"),
+        ("llama_3_1_405b", 2048, 0, "hybrid_shard, dp_replicate 2 x dp_shard 128 x tp 8"),
+        ("llama_3_1_405b", 2048, 2047, "hybrid_shard, dp_replicate 2 x dp_shard 128 x tp 8"),
     ],
 )
-def test_a_rank_of_the_full_world_holds_its_share_to_the_byte(name: str, world_size: int, rank: int) -> None:
+def test_a_rank_of_the_full_world_holds_its_share_to_the_byte(name: str, world_size: int, rank: int, mesh: str) -> None:
     recipe = find_recipe(name)
     layout = resolve(recipe.parallel, world_size)
     (made,) = run_ranks(1, _dry_run, name, world_size, rank)
+    assert made.mesh == f"fsdp2 {mesh}"
     place = (rank // layout.tp) % layout.dp_shard
     assert made.coordinates == {
         "dp_replicate": rank // (layout.tp * layout.dp_shard),
