@@ -10,8 +10,8 @@ import tempfile
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Tokens that tests make are not kept among the user's own.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright-tests-")
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 import torch
 
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 torch.set_num_threads(1)

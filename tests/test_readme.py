@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from recipes.recipe import find_recipe, recipe_names
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -26,6 +28,18 @@ def test_the_library_example_trains_saves_and_loads_on_four_ranks(tmp_path: Path
     lines = re.findall(r"rank \d: loss (\S+), gradient norm (\S+)", done.stdout)
     assert len(lines) == 4 and len(set(lines)) == 1, done.stdout
     assert (tmp_path / "checkpoints" / "step-00000010" / "manifest.json").is_file()
+
+
+def test_the_recipe_file_of_the_readme_makes_a_recipe_that_fits_two_ranks(tmp_path: Path) -> None:
+    match = re.search(r"```python\n(# my_recipe\.py\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert match is not None
+    (tmp_path / "my_recipe.py").write_text(match[1])
+    find_recipe(str(tmp_path / "my_recipe.py")).check(2)
+
+
+def test_every_recipe_that_the_readme_names_is_there() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert set(recipe_names()) == set(re.findall(r"`((?:llama|smollm2)_\w+)`", readme))
 
 
 def test_every_command_of_the_readme_names_a_module_that_is_there() -> None:
