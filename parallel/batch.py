@@ -37,8 +37,10 @@ class Batch:
         """
         for name in ("tokens", "labels", "positions", "document_ids"):
             value = getattr(self, name)
-            if value is None:
+            if value is None and name == "document_ids":
                 continue
+            if not isinstance(value, Tensor):
+                raise ValueError(f"a batch's {name} must be a tensor, got {type(value).__name__}")
             if value.dim() != 2 or value.shape != self.tokens.shape or value.dtype != torch.int64:
                 raise ValueError(
                     f"a batch's {name} must be int64 [batch, sequence] like its tokens, which are "

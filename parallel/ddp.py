@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -67,8 +68,10 @@ class Ddp:
             compute()
 
     def prepare_optimizer(self, optimizer: Optimizer, mesh: Mesh) -> None:
-        """Lets the optimizer step on local shards."""
-        step_on_local_shards(optimizer, OwnShards())
+        """Lets the optimizer step on local shards where tensor parallelism has made some."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            step_on_local_shards(optimizer, OwnShards())
 
     def reshard(self, model: nn.Module) -> None:
         """Does nothing: nothing is sharded."""

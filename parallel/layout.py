@@ -73,16 +73,23 @@ def check_layout(config: ParallelConfig, shape: ModelShape, *, num_micro_batches
             )
 
 
-def check_sequence_length(config: ParallelConfig, sequence_length: int) -> None:
-    """Holds the length of a batch's sequences against the axes that split them.
+def check_sequence_length(config: ParallelConfig, sequence_length: int, shape: ModelShape) -> None:
+    """Holds the length of a batch's sequences against the axes that split them, and against the model.
 
     Args:
         config: The layout.
         sequence_length: Tokens of one row of a batch.
+        shape: The model's counts and widths.
 
     Raises:
-        ValueError: If the length does not divide; gloo would abort the process on uneven parts.
+        ValueError: If the length does not divide; gloo would abort the process on uneven parts. Or if the model's
+            positions do not go so far.
     """
+    if shape.max_sequence_length is not None and sequence_length > shape.max_sequence_length:
+        raise ValueError(
+            f"sequence_length={sequence_length} is more than the model's "
+            f"max_sequence_length={shape.max_sequence_length}; shorten it or raise max_sequence_length"
+        )
     if config.tp > 1 and config.sequence_parallel and sequence_length % config.tp:
         raise ValueError(
             f"sequence_parallel splits the sequence over tp={config.tp} ranks, which must divide "

@@ -10,6 +10,9 @@ from torch.optim import Optimizer
 
 State = dict[str, Any]
 
+NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
+"""Classes of `torch.optim` whose update of an element depends on others."""
+
 
 class Shards(Protocol):
     """Which part of a parameter, its gradient and its state this rank updates."""
@@ -60,9 +63,28 @@ def step_on_local_shards(optimizer: Optimizer, shards: Shards) -> None:
     Args:
         optimizer: Its groups hold the model's parameters.
         shards: The parts to step on.
+
+    Raises:
+        ValueError: If the optimizer is known to look at whole matrices.
     """
+    refused = [kind for kind in type(optimizer).__mro__ if kind.__name__ in NOT_ELEMENTWISE]
+    if refused:
+        raise ValueError(
+            f"{refused[0].__name__} looks at whole matrices, of which a rank here holds a part, so its numbers "
+            "would depend on the layout; use an optimizer that treats each element by itself, or data_parallel='ddp'"
+        )
     swap = _Swap(optimizer, shards)
-    optimizer.register_step_pre_hook(lambda *_: swap.to_local())
+
+    def before(_optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The first argument is the optimizer itself.
+        if any(each is not None for each in (*args[1:], kwargs.get("closure"))):
+            raise ValueError(
+                "optimizer.step() takes no closure here, as it would compute gradients while the optimizer holds local "
+                "shards; compute them before, with trained.forward_backward"
+            )
+        swap.to_local()
+
+    optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(lambda *_: swap.to_distributed())
 
 
@@ -144,9 +166,15 @@ class _Swap:
 
     def _wrap(self, value: Any, parameter: nn.Parameter) -> Any:
         """State of the shape of this rank's part as a whole; anything else as it is."""
-        if isinstance(value, Tensor) and value.dim() and value.shape == self._twins[parameter].shape:
-            return self._shards.whole(value, parameter)
-        return value
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        if value.shape != self._twins[parameter].shape:
+            raise ValueError(
+                f"{type(self._optimizer).__name__} keeps state of the shape {list(value.shape)} for a part of shape "
+                f"{list(self._twins[parameter].shape)}, so it does not treat each element by itself and its numbers "
+                "would depend on the layout; use another optimizer, or data_parallel='ddp'"
+            )
+        return self._shards.whole(value, parameter)
 
 
 def _same(one: State, other: State) -> bool:

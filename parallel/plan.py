@@ -25,6 +25,7 @@ class ModelShape:
     tied_embeddings: bool = False
     num_experts: int = 0
     num_experts_per_token: int = 0
+    max_sequence_length: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,19 +81,18 @@ def _agree_on_tokens(trained: "Trained", micro_batches: Sequence[Batch]) -> int:
 
     A rank that raised alone would leave the others waiting in a collective, so refusals travel with the count.
     """
-    problem: ValueError | None = None
+    problem: Exception | None = None
+    device, number, tokens = trained.mesh.device, len(micro_batches), 0
     try:
         if not micro_batches:
             raise ValueError("a step needs at least one micro-batch")
         for batch in micro_batches:
             trained.check_batch(batch)
-    except ValueError as error:
+        tokens = sum(int(batch.num_valid_tokens) for batch in micro_batches)
+    except Exception as error:
         problem = error
-    device, number = trained.mesh.device, len(micro_batches)
-    tokens = sum((batch.num_valid_tokens.to(device) for batch in micro_batches), torch.zeros((), dtype=torch.int64))
-    peers_differ = _peers_differ(trained.mesh, micro_batches)
-    shared = torch.tensor([0, int(problem is not None), number, number * number], device=device)
-    shared[0] = tokens
+    peers_differ = _peers_differ(trained.mesh, [] if problem else micro_batches)
+    shared = torch.tensor([tokens, int(problem is not None), number, number * number], device=device)
     shared[1] += peers_differ
     dist.all_reduce(shared, group=trained.mesh.group("loss"))
     num_valid_tokens, num_refusals, numbers, squares = shared.tolist()

@@ -185,7 +185,7 @@ class Trained:
         Raises:
             ValueError: If its sequence length does not divide or a token is outside the vocabulary.
         """
-        check_sequence_length(self.config, batch.tokens.shape[1])
+        check_sequence_length(self.config, batch.tokens.shape[1], self.plan.shape)
         vocab_size = self.plan.shape.vocab_size
         labels = batch.labels.where(batch.labels != IGNORE_INDEX, 0)
         for name, ids in (("tokens", batch.tokens), ("labels", labels)):

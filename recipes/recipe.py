@@ -172,7 +172,7 @@ class Recipe:
         """
         resolved = resolve(self.parallel, world_size)
         check_layout(resolved, self.model.shape)
-        check_sequence_length(resolved, self.data.sequence_length)
+        check_sequence_length(resolved, self.data.sequence_length, self.model.shape)
         check_built(resolved)
         check_schedule(self.schedule, self.training.steps)
 

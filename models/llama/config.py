@@ -96,6 +96,7 @@ class LlamaConfig(ModelConfig):
             feed_forward_width=self.feed_forward_width,
             vocab_size=self.vocab_size,
             tied_embeddings=self.tied_embeddings,
+            max_sequence_length=self.max_sequence_length,
         )
 
     @property

@@ -44,7 +44,7 @@ REASONS = {
 def test_a_layout_that_must_train_is_legal(row: dict[str, str]) -> None:
     resolved = resolve(config_of(row), int(row["world_size"]))
     check_layout(resolved, shape_of(row), num_micro_batches=int(row["micro_batches"]))
-    check_sequence_length(resolved, SEQUENCE_LENGTH)
+    check_sequence_length(resolved, SEQUENCE_LENGTH, shape_of(row))
 
 
 @pytest.mark.parametrize("row", rows("must_refuse"), ids=[row["why"] for row in rows("must_refuse")])
@@ -143,8 +143,8 @@ def test_fewer_kv_heads_than_tp_is_refused_with_the_legal_degrees() -> None:
 def test_a_sequence_that_tp_does_not_divide_is_refused_with_the_nearest_legal_lengths() -> None:
     config = ParallelConfig(tp=2, dp_shard=1)
     with pytest.raises(ValueError, match="sequence_length=5; nearest legal: 4 or 6, or sequence_parallel=False"):
-        check_sequence_length(config, 5)
-    check_sequence_length(ParallelConfig(tp=2, dp_shard=1, sequence_parallel=False), 5)
+        check_sequence_length(config, 5, DENSE)
+    check_sequence_length(ParallelConfig(tp=2, dp_shard=1, sequence_parallel=False), 5, DENSE)
 
 
 def test_the_feed_forward_width_must_divide_too() -> None:

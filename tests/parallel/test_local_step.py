@@ -105,3 +105,38 @@ def replaced_state_is_used() -> bool:
     optimizer.step()
     # 0.1 x 0.9 x 10, beside a gradient that is far smaller.
     return bool(((before - whole(parameter)) > 0.8).all())
+
+
+def what_is_refused() -> list[str]:
+    trained = build(ParallelConfig(), MODEL)
+    messages = []
+    for kind in (torch.optim.LBFGS, torch.optim.Adafactor):
+        with pytest.raises(ValueError) as caught:
+            trained.build_optimizer(lambda named, kind=kind: kind(list(named.values())))  # type: ignore[misc]
+        messages.append(str(caught.value))
+    optimizer = trained.build_optimizer(lambda named: torch.optim.SGD(list(named.values()), lr=0.1))
+    with pytest.raises(ValueError) as caught:
+        optimizer.step(lambda: 0.0)
+    messages.append(str(caught.value))
+    optimizer = trained.build_optimizer(lambda named: RowOptimizer(list(named.values()), {}))
+    trained.forward_backward(batches(trained.mesh, 0))
+    with pytest.raises(ValueError) as caught:
+        optimizer.step()
+    return [*messages, str(caught.value)]
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    """Keeps a number for each row of a matrix."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["row"] = parameter.detach().flatten(1).sum(1) if parameter.dim() > 1 else None
+
+
+def test_what_would_depend_on_the_layout_is_refused() -> None:
+    for lbfgs, adafactor, closure, rows in run_ranks(2, what_is_refused):
+        assert "LBFGS looks at whole matrices" in lbfgs
+        assert "Adafactor looks at whole matrices" in adafactor
+        assert "takes no closure here" in closure
+        assert "RowOptimizer keeps state of the shape" in rows

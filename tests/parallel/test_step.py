@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.llama import LlamaConfig
 from parallel import IGNORE_INDEX, Batch, ParallelConfig, StepResult, Trained
-from tests.parallel.small_model import build, difference, sgd, whole
+from tests.parallel.small_model import CONFIG, batches, build, difference, sgd, whole
 from tests.ranks import run_ranks
 
 MODEL = LlamaConfig(num_layers=1)
@@ -202,3 +202,28 @@ def uneven_numbers() -> str:
     with pytest.raises(ValueError) as caught:
         trained.forward_backward([of_length(8)] * (dist.get_rank() + 1))
     return str(caught.value)
+
+
+def one_rank_with_a_bad_batch(kind: str) -> str:
+    trained = build(ParallelConfig())
+    good = batches(trained.mesh, 0)
+    bad: Any = [object()] if kind == "no batch" else [_too_long()]
+    mine = bad if dist.get_rank() == 1 else good
+    for call in (trained.forward_backward, trained.evaluate):
+        with pytest.raises((ValueError, AttributeError)) as caught:
+            call(mine)
+    return str(caught.value)
+
+
+def _too_long() -> Batch:
+    tokens = torch.zeros(1, CONFIG.max_sequence_length + 1, dtype=torch.int64)
+    return Batch.from_tokens(tokens, tokens)
+
+
+def test_a_batch_that_is_too_long_or_none_at_all_is_refused_on_every_rank() -> None:
+    other, own = run_ranks(2, one_rank_with_a_bad_batch, "too long")
+    assert "1 other ranks refused" in other
+    assert f"more than the model's max_sequence_length={CONFIG.max_sequence_length}" in own
+    other, own = run_ranks(2, one_rank_with_a_bad_batch, "no batch")
+    assert "1 other ranks refused" in other
+    assert "no attribute" in own

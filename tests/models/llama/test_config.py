@@ -49,7 +49,14 @@ def test_every_preset_of_a_published_model_has_a_count_to_hold_it_against() -> N
 
 def test_preset_debug_has_the_shape_that_layouts_are_listed_for() -> None:
     assert LlamaConfig.preset("debug").shape == ModelShape(
-        num_layers=4, width=64, num_heads=8, num_kv_heads=4, head_dim=8, feed_forward_width=176, vocab_size=260
+        num_layers=4,
+        width=64,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=8,
+        feed_forward_width=176,
+        vocab_size=260,
+        max_sequence_length=2048,
     )
 
 
