@@ -7,9 +7,12 @@ from parallel.materialize import materialize
 from parallel.mesh import Mesh, build_mesh
 from parallel.parallelize import parallelize
 from parallel.plan import Block, ModelShape, ParallelPlan, Unit
+from parallel.shadowing import warn_of_shadows
 from parallel.step import StepResult
 from parallel.trained import Trained
 from parallel.units import units_by_size, units_where
+
+warn_of_shadows(("models", "checkpoint", "recipes"))
 
 __all__ = [
     "IGNORE_INDEX",

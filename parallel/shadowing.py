@@ -1,5 +1,6 @@
 """Tells which folder shadows one of the packages that are installed beside this one."""
 
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,6 +26,22 @@ def check_siblings(needed: tuple[str, ...]) -> None:
             raise ImportError(
                 f"`{name}` resolves to {found}, which shadows meshwright's own; "
                 "rename that one or run from another folder"
+            )
+
+
+def warn_of_shadows(names: tuple[str, ...]) -> None:
+    """Warns of packages that resolve to a folder of the user's; importing one then fails without saying why.
+
+    Args:
+        names: Names of top-level packages that this one does without.
+    """
+    for name in names:
+        found = _location(name)
+        if found is not None and found != _HOME / name:
+            warnings.warn(
+                f"`{name}` resolves to {found}, which shadows meshwright's own: importing from it will fail; rename "
+                "that one or run from another folder",
+                stacklevel=3,
             )
 
 

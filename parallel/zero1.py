@@ -62,7 +62,7 @@ class RowShards:
             mine = torch.zeros(size, dtype=dtype, device=same[0].device)
             _copy(mine, [self._rows(parameter, self.rank) for parameter in same], out=False)
             everyone = mine.new_empty(size * self.degree)
-            dist.all_gather_into_tensor(everyone, mine, group=self.mesh.get_group())
+            dist.all_gather_single(everyone, mine, group=self.mesh.get_group())
             for rank, theirs in enumerate(everyone.chunk(self.degree)):
                 if rank != self.rank:
                     _copy(theirs, [self._rows(parameter, rank) for parameter in same], out=True)

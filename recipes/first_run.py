@@ -12,6 +12,8 @@ from rich.table import Table
 from parallel import ParallelConfig
 from recipes.command import parse
 from recipes.data import load_dataset, text_entropy
+from recipes.folder_lock import LOCK_NAME
+from recipes.from_checkpoint import find_checkpoint
 from recipes.generate import GenerateCommand, print_sample
 from recipes.launch import run
 from recipes.launchers import join_launcher, world_size_to_come
@@ -70,7 +72,7 @@ def first_run(command: FirstRun) -> None:
     console.print(_table(summaries))
     console.print(_yardstick(legs[0], summaries[-1].held_out_loss))
     console.rule("a sample")
-    prompt = GenerateCommand(checkpoint=str(legs[-1].output.checkpoints), prompt="def ", num_tokens=240)
+    prompt = GenerateCommand(checkpoint=find_checkpoint(legs[-1].output.folder), prompt="def ", num_tokens=240)
     run(print_sample, prompt, legs[-1], num_processes=command.nproc, debug=command.debug)
 
 
@@ -103,7 +105,7 @@ def _yardstick(recipe: Recipe, held_out_loss: float | None) -> str:
 
 def _clear(folder: Path) -> None:
     """Removes what an earlier first run left."""
-    own = {"checkpoints", "metrics.jsonl"}
+    own = {"checkpoints", "metrics.jsonl", LOCK_NAME}
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is no folder; name another one")
     foreign = sorted({each.name for each in folder.iterdir()} - own) if folder.is_dir() else []

@@ -88,10 +88,34 @@ def load_weights(path: str, trained: Trained, recipe: Recipe) -> None:
     Raises:
         ValueError: If it is another model, or the checkpoint cannot be read.
     """
+    refuse_other_model(path, recipe)
     try:
         load(path, TrainState(trained=trained), parts=("model",))
     except ValueError as error:
         raise in_one_line(error, path, recipe, "; give a checkpoint of this model, or change the recipe's") from error
+
+
+def refuse_other_model(path: str | os.PathLike[str], recipe: Recipe) -> None:
+    """Refuses a checkpoint of a model that computes something else, even if all of its tensors would fit.
+
+    Args:
+        path: The checkpoint; one that holds no recipe is not looked at.
+        recipe: The recipe to load for.
+
+    Raises:
+        ValueError: If the models differ; names the fields.
+    """
+    saved, now = read_manifest(path).header.recipe.get("model"), recipe.to_json()["model"]
+    if saved is None:
+        return
+    # What these say is of no consequence once there are values.
+    same = {name: now[name] for name in ("init_std", "max_sequence_length") if name in now}
+    changes = changed_fields({**saved, **same}, now, "model.")
+    if changes:
+        raise ValueError(
+            f"{path} does not fit: the model is another one (saved -> now): {'; '.join(changes)}; name another "
+            "output.folder or checkpoint, or change the recipe's model"
+        )
 
 
 def in_one_line(error: ValueError, path: str | os.PathLike[str], recipe: Recipe, remedy: str = "") -> ValueError:

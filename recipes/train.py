@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+from torch.optim import Optimizer
 
 from checkpoint import TrainState, latest, load
 from checkpoint.ranks import Ranks
@@ -14,7 +16,8 @@ from parallel import Batch, Mesh, Trained, build_mesh, materialize
 from parallel.materialize import allocate
 from recipes.command import parse_train
 from recipes.data import DataStream, TextData, evaluation_batches, load_dataset
-from recipes.from_checkpoint import find_checkpoint, in_one_line, load_weights
+from recipes.folder_lock import enter_alone
+from recipes.from_checkpoint import find_checkpoint, in_one_line, load_weights, refuse_other_model
 from recipes.launch import run
 from recipes.metrics import (
     EvaluationMetrics,
@@ -28,7 +31,7 @@ from recipes.metrics import (
 )
 from recipes.model import build_model
 from recipes.optimizer import adamw_factory
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, changed_fields
 from recipes.run_log import RunLog, TrainSummary
 from recipes.schedule import Schedule
 from recipes.table import recipe_table
@@ -48,7 +51,15 @@ def train(recipe: Recipe, changes: Sequence[str] | None = None) -> TrainSummary:
         ValueError: On every rank, if the recipe does not fit the ranks, the data or the checkpoint.
         OSError: On every rank, if something cannot be written.
     """
-    mesh, ranks, training = build_mesh(recipe.parallel), Ranks(), recipe.training
+    mesh, ranks = build_mesh(recipe.parallel), Ranks()
+    with ExitStack() as stack:
+        ranks.on_coordinator(f"use {recipe.output.folder}", lambda: enter_alone(recipe.output.folder, stack))
+        return _train(recipe, mesh, ranks, changes)
+
+
+def _train(recipe: Recipe, mesh: Mesh, ranks: Ranks, changes: Sequence[str] | None) -> TrainSummary:
+    """Trains a recipe in a folder that is its own."""
+    training = recipe.training
     trained = build_model(recipe, mesh)
     found = ranks.on_coordinator(f"use {recipe.output.checkpoints}", lambda: _newest(recipe.output.checkpoints))
     origin = None if found is not None else _origin(ranks, training.init_from)
@@ -175,11 +186,24 @@ def _timed_load(found: Path | None, origin: str | None, state: TrainState, recip
         load_weights(origin, cast(Trained, state.trained), recipe)
     if found is None:
         return None
+    refuse_other_model(found, recipe)
+    optimizer = cast(Optimizer, state.optimizer)
+    wanted = [_hyperparameters(group) for group in optimizer.param_groups]
     try:
         load(found, state)
     except ValueError as error:
         raise in_one_line(error, found, recipe, "; name another output.folder for it") from error
+    for group, values in zip(optimizer.param_groups, wanted, strict=True):
+        changes = changed_fields(_hyperparameters(group), values, f"{group['name']}.")
+        if changes:
+            warnings.warn(f"the optimizer changes on resume (saved -> now): {'; '.join(changes)}", stacklevel=2)
+        group.update(values)
     return time.perf_counter() - start_s
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """What a recipe says of a group, but for its learning rate, which the schedule sets."""
+    return {name: group[name] for name in ("betas", "eps", "weight_decay")}
 
 
 def _utilization(recipe: Recipe, mesh: Mesh) -> Utilization | None:

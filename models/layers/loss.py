@@ -188,7 +188,7 @@ def _gather_vocabulary(logits_TW: Tensor, split: HeadSplit) -> Tensor:
     part = -(-split.vocab_size // split.degree)
     own_PT = F.pad(logits_TW.t(), (0, 0, 0, part - logits_TW.shape[1])).contiguous()
     whole_PT = own_PT.new_empty(part * split.degree, len(logits_TW))
-    dist.all_gather_into_tensor(whole_PT, own_PT, group=split.group)
+    dist.all_gather_single(whole_PT, own_PT, group=split.group)
     return whole_PT[: split.vocab_size].t()
 
 

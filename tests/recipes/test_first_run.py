@@ -64,7 +64,7 @@ def test_entropies_and_a_sample_are_printed(done: tuple[Path, str, str]) -> None
 
 def test_an_earlier_first_run_is_cleared_away(done: tuple[Path, str, str]) -> None:
     folder, _, _ = done
-    assert sorted(each.name for each in folder.iterdir()) == ["checkpoints", "metrics.jsonl"]
+    assert sorted(each.name for each in folder.iterdir()) == [".lock", "checkpoints", "metrics.jsonl"]
     assert [each.name for each in sorted((folder / "checkpoints").iterdir())] == ["step-00000003", "step-00000005"]
     assert "earlier" not in (folder / "metrics.jsonl").read_text()
 
