@@ -172,8 +172,12 @@ class ShardReader(StorageReader):
                         target.copy_(self._read(opened, path, item))
                         planner.commit_tensor(item, target)
             except SafetensorError as error:
-                raise ValueError(f"{path} is not a valid safetensors file: {error}") from error
+                raise ValueError(f"{path} is not a valid safetensors file: {error}; {self._remedy}") from error
         return _done(None)
+
+    @property
+    def _remedy(self) -> str:
+        return f"delete the damaged folder {self.folder}, and a run goes on from the checkpoint before it"
 
     def _read(self, opened: Any, path: Path, item: ReadItem) -> Tensor:
         chunk = self.chunks[item.storage_index]
@@ -182,7 +186,7 @@ class ShardReader(StorageReader):
         if tuple(found.get_shape()) != chunk.sizes or found.get_dtype() != CODES[dtype]:
             raise ValueError(
                 f"{path}: {chunk.key!r} is {found.get_dtype()} {found.get_shape()}, but the manifest says "
-                f"{CODES[dtype]} {list(chunk.sizes)}; files of different checkpoints are mixed"
+                f"{CODES[dtype]} {list(chunk.sizes)}; files of different checkpoints are mixed; {self._remedy}"
             )
         if not chunk.sizes:
             return opened.get_tensor(chunk.key)
