@@ -1,10 +1,14 @@
 """Writes and reads the manifest of a folder, and makes changes of a folder last."""
 
 import os
+import re
 import stat
 from pathlib import Path
 
 from checkpoint.manifest import MANIFEST_NAME, Manifest
+
+NUMBERED_NAME = re.compile(r"step-([0-9]+)|\.step-([0-9]+)\.old-[0-9a-f]{8}")
+"""Names of folders that tell a step."""
 
 
 def sync_folder(folder: Path) -> None:
@@ -43,6 +47,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         ValueError: If it is no complete checkpoint; the message says what is wrong.
     """
     manifest = Manifest.from_text(read_text(Path(path)), str(Path(path) / MANIFEST_NAME))
+    check_name(Path(path), manifest)
     check_files(Path(path), manifest)
     return manifest
 
@@ -60,6 +65,17 @@ def read_text(path: Path) -> str:
         return manifest.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{manifest} is not UTF-8 text: {error}") from error
+
+
+def check_name(path: Path, manifest: Manifest) -> None:
+    """Holds the step in a folder's name, if there is one, against its manifest.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    match = NUMBERED_NAME.fullmatch(path.name)
+    if match and int(match[1] or match[2]) != manifest.header.step:
+        raise ValueError(f"{path} holds step {manifest.header.step}; it was renamed, give it its own name back")
 
 
 def check_files(path: Path, manifest: Manifest) -> None:

@@ -116,7 +116,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def newest_first(folder: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Complete checkpoints from the highest step downwards; a warning tells of each that is not complete.
+    """Complete checkpoints from the highest step downwards; a warning tells of each that is skipped.
 
     Args:
         folder: Where a run keeps its checkpoints; need not exist.
@@ -135,7 +135,7 @@ def newest_first(folder: Path) -> Iterator[tuple[Path, Manifest]]:
             try:
                 manifest = read_manifest(path)
             except (ValueError, OSError) as error:
-                warnings.warn(f"skipping an incomplete checkpoint: {error}", stacklevel=2)
+                warnings.warn(f"skipping an incomplete or renamed checkpoint: {error}", stacklevel=2)
             else:
                 yield path, manifest
                 break

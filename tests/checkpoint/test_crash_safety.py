@@ -143,7 +143,7 @@ def test_latest_falls_back_from_an_incomplete_checkpoint(tmp_path: Path, damage:
     else:
         data.rename(tmp_path / "elsewhere")
         data.symlink_to(tmp_path / "elsewhere")
-    with pytest.warns(UserWarning, match="skipping an incomplete checkpoint.*step-00000043"):
+    with pytest.warns(UserWarning, match="skipping an incomplete or renamed checkpoint.*step-00000043"):
         assert latest(tmp_path) == previous
     with pytest.warns(UserWarning, match="skipping"):
         assert_loads(tmp_path, seed=0)
