@@ -68,7 +68,8 @@ class Header:
         num_tokens: Tokens seen.
         world_size: Ranks that wrote it.
         layout: How they were arranged: the resolved ParallelConfig.
-        optimizer: Hyperparameters of the optimizer's groups and whatever state is no tensor; None without one.
+        optimizer: Class of the optimizer, hyperparameters of its groups and whatever state is no tensor; None without
+            one.
         stateful: Name -> state of everything else that is saved.
         recipe: The recipe of the run.
     """
@@ -169,14 +170,14 @@ class _Reader:
 
 
 def _read_header(reader: _Reader) -> Header:
-    optimizer = reader.value.get("optimizer")
+    optimizer, stateful = reader.value.get("optimizer"), reader.sub("stateful")
     return Header(
         step=reader.count("step"),
         num_tokens=reader.count("num_tokens"),
         world_size=reader.count("world_size"),
         layout=reader.get("layout", dict),
         optimizer=None if optimizer is None else reader.get("optimizer", dict),
-        stateful=reader.get("stateful", dict),
+        stateful={name: stateful.get(name, dict) for name in reader.get("stateful", dict)},
         recipe=reader.get("recipe", dict),
     )
 

@@ -21,11 +21,13 @@ class OptimizerState:
     """An optimizer in canonical names.
 
     Attributes:
+        class_name: Name of its class.
         tensors: `optimizer.<fqn>.<entry>` -> tensor; empty before the first step.
         scalars: Same names -> state that is no tensor.
         groups: Per group: `params`, the fqns in it, and `hyperparameters`.
     """
 
+    class_name: str = ""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     scalars: dict[str, Json] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -42,7 +44,7 @@ def read(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter
         ValueError: If the optimizer holds a parameter that the model does not have, or state that is neither a
             tensor nor JSON.
     """
-    state = OptimizerState()
+    state = OptimizerState(class_name=type(optimizer).__name__)
     fqns = {id(parameter): fqn for fqn, parameter in parameters.items()}
     for index, group in enumerate(optimizer.param_groups):
         foreign = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in fqns]
@@ -78,36 +80,6 @@ def split_name(name: str) -> tuple[str, str]:
     return fqn, entry
 
 
-def group_differences(saved: Any, current: list[dict[str, Any]]) -> list[str]:
-    """How the parameters of saved groups are split otherwise than an optimizer's now.
-
-    Args:
-        saved: `groups` of a manifest, trusted in nothing.
-        current: `groups` of the optimizer.
-
-    Returns:
-        One line for each parameter that stands in another group; empty if the groups match.
-    """
-    if not isinstance(saved, list) or not all(
-        isinstance(group, dict)
-        and isinstance(group.get("params"), list)
-        and all(isinstance(fqn, str) for fqn in group["params"])
-        and isinstance(group.get("hyperparameters"), dict)
-        for group in saved
-    ):
-        return ["the checkpoint's optimizer groups are malformed"]
-    before = {fqn: index for index, group in enumerate(saved) for fqn in group["params"]}
-    now = {fqn: index for index, group in enumerate(current) for fqn in group["params"]}
-    lines = [
-        f"{fqn}: group {before.get(fqn, 'none')} in the checkpoint, group {now.get(fqn, 'none')} in the optimizer"
-        for fqn in sorted(before.keys() | now.keys())
-        if before.get(fqn) != now.get(fqn)
-    ]
-    if not lines and len(saved) != len(current):
-        lines = [f"{len(saved)} groups in the checkpoint, {len(current)} in the optimizer"]
-    return lines
-
-
 def new_entry(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], parameter: nn.Parameter, group: Mapping[str, Any]
 ) -> Tensor:
@@ -137,23 +109,31 @@ def attach(
     parameters: Mapping[str, nn.Parameter],
     new_tensors: Mapping[str, Tensor],
     scalars: Mapping[str, Any],
-    groups: Iterable[Mapping[str, Any]],
 ) -> None:
-    """Hands an optimizer what was loaded for it.
+    """Hands an optimizer the state that was loaded for it.
 
     Args:
-        optimizer: Its groups hold the same parameters as `groups`.
+        optimizer: Holds the parameters that are named.
         parameters: Canonical fqn -> parameter.
         new_tensors: `optimizer.<fqn>.<entry>` -> filled tensor that it did not have.
         scalars: `optimizer.<fqn>.<entry>` -> state that is no tensor.
-        groups: As saved.
     """
     for name, value in {**new_tensors, **scalars}.items():
         fqn, entry = split_name(name)
         optimizer.state[parameters[fqn]][entry] = value
+
+
+def set_hyperparameters(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Takes over the saved hyperparameters that an optimizer has, but for how it computes a step.
+
+    Args:
+        optimizer: Its groups hold the same parameters as `groups`.
+        groups: As saved.
+    """
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in saved["hyperparameters"].items():
-            if isinstance(group.get(key), Tensor):
+        for key in group.keys() & saved["hyperparameters"].keys() - SWITCHES - {"params"}:
+            value = saved["hyperparameters"][key]
+            if isinstance(group[key], Tensor):
                 group[key].fill_(value)
-            elif key not in SWITCHES:
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+            else:
+                group[key] = tuple(value) if isinstance(group[key], tuple) else value

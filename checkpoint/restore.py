@@ -1,62 +1,23 @@
 """Holds a training state against a manifest, and fills it from one."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from checkpoint import optimizer_state, random_state
+from checkpoint import optimizer_fit, optimizer_state, random_state
+from checkpoint.differences import Differences
 from checkpoint.manifest import Manifest
 from checkpoint.ranks import Ranks
 from checkpoint.state import MODEL_PREFIX, TrainState, model_tensors
+from checkpoint.undo import Undo
 
 Part = Literal["model", "optimizer", "progress", "rng"]
 """`progress` is step, num_tokens and everything stateful."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
-
-MAX_LISTED = 40
-"""Entries that a message lists of each kind of difference."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Differences:
-    """Where a training state and a checkpoint do not fit.
-
-    Attributes:
-        missing: Names that the state needs and the checkpoint lacks.
-        unexpected: Names of the checkpoint for which the state has no place.
-        shapes: Names whose shapes differ, with both.
-        dtypes: Names whose dtypes differ, with both.
-        groups: How the optimizer's groups differ.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    shapes: list[str] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
-    groups: list[str] = field(default_factory=list)
-
-    def describe(self) -> str:
-        """The differences in words, empty if there are none."""
-        headings = {
-            "missing": "missing from the checkpoint",
-            "unexpected": "in the checkpoint only",
-            "shapes": "of another shape",
-            "dtypes": "of another dtype",
-            "groups": "optimizer groups",
-        }
-        lines: list[str] = []
-        for each in fields(self):
-            entries: list[str] = getattr(self, each.name)
-            if entries:
-                lines.append(f"{headings[each.name]} ({len(entries)}):")
-                lines += [f"  {entry}" for entry in entries[:MAX_LISTED]]
-                if len(entries) > MAX_LISTED:
-                    lines.append(f"  ... and {len(entries) - MAX_LISTED} more")
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -72,7 +33,7 @@ class _Like:
 
 
 class Restore:
-    """One load of one checkpoint into one training state: first `check`, then `tensors`, then `finish`."""
+    """One load of one checkpoint into one training state: `check`, `tensors`, `begin`, `finish`, in this order."""
 
     def __init__(self, state: TrainState, manifest: Manifest, ranks: Ranks, parts: Sequence[Part]) -> None:
         """Looks at the state; changes nothing in it.
@@ -93,6 +54,8 @@ class Restore:
         )
         self.new_entries: dict[str, Tensor] = {}
         self.generators: dict[str, Tensor] = {}
+        self.undo_all: Undo | None = None
+        self.attempted: list[str] = []
 
     def check(self) -> Differences:
         """Lists every difference."""
@@ -131,24 +94,47 @@ class Restore:
         self.generators = {name: torch.empty(like.shape, dtype=like.dtype) for name, like in self._generators().items()}
         return targets | self.new_entries | self.generators
 
-    def finish(self) -> None:
-        """Takes over what is no tensor, and new tensors, after all tensors are filled."""
+    def begin(self) -> None:
+        """Takes over what may still refuse, and can be put back, before any tensor is filled.
+
+        Raises:
+            ValueError: If something stateful cannot take its saved state.
+        """
         header = self.manifest.header
+        self.undo_all = Undo(self.state)
         if self.optimizer is not None and header.optimizer is not None:
-            optimizer_state.attach(
-                self.optimizer,
-                self.parameters,
-                self.new_entries,
-                header.optimizer["scalars"],
-                header.optimizer["groups"],
-            )
+            # Ahead of a learning-rate scheduler, which may set another rate.
+            optimizer_state.set_hyperparameters(self.optimizer, header.optimizer["groups"])
         if "progress" in self.parts:
             for name, each in self.state.stateful.items():
-                each.load_state_dict(header.stateful[name])
+                self.attempted.append(name)
+                try:
+                    each.load_state_dict(header.stateful[name])
+                except (TypeError, LookupError, AttributeError) as error:
+                    raise ValueError(
+                        f"stateful.{name} of the checkpoint is no state of a {type(each).__name__} "
+                        f"({type(error).__name__}: {error}); nothing was changed; load it into what saved it"
+                    ) from error
+
+    def finish(self) -> None:
+        """Takes over the rest, after all tensors are filled."""
+        header = self.manifest.header
+        if self.optimizer is not None and header.optimizer is not None:
+            optimizer_state.attach(self.optimizer, self.parameters, self.new_entries, header.optimizer["scalars"])
+        if "progress" in self.parts:
             self.state.step, self.state.num_tokens = header.step, header.num_tokens
         if "rng" in self.parts:
             # Last, so that nothing above can draw from them.
             random_state.restore(self.generators, self.ranks.rank, self.ranks.size, header.world_size)
+
+    def undo(self, error: BaseException) -> None:
+        """Puts back what `begin` changed on this rank, perhaps because of an error on another one.
+
+        Args:
+            error: Why; gets a note of whatever could not be put back.
+        """
+        if self.undo_all is not None:
+            self.undo_all(self.attempted, error)
 
     def _wanted_tensors(self) -> dict[str, _Like]:
         model = model_tensors(self.parameters) if "model" in self.parts else {}
@@ -192,15 +178,20 @@ class Restore:
         saved = self.manifest.header.optimizer
         if saved is None or self.optimizer is None:
             if saved is not None:
-                differences.groups.append("the checkpoint has an optimizer, the state to load has none")
+                differences.optimizer.append("the checkpoint has an optimizer, the state to load has none")
             if self.optimizer is not None:
-                differences.groups.append("the checkpoint has no optimizer, the state to load has one")
+                differences.optimizer.append("the checkpoint has no optimizer, the state to load has one")
             return
-        differences.groups.extend(optimizer_state.group_differences(saved.get("groups"), self.current.groups))
+        differences.optimizer.extend(optimizer_fit.optimizer_differences(saved, self.current))
         scalars = _mapping(saved.get("scalars"))
         optimized = self._optimized()
         differences.missing.extend(name for name in self.current.scalars if name not in scalars)
         differences.unexpected.extend(name for name in scalars if optimizer_state.split_name(name)[0] not in optimized)
+        names = [*(name for name in self.manifest.tensors if name.startswith(optimizer_state.PREFIX)), *scalars]
+        num_dims = {fqn: parameter.dim() for fqn, parameter in self.parameters.items()}
+        missing, unexpected = optimizer_fit.uneven_entries(names, self.current.groups, num_dims)
+        differences.missing.extend(sorted(set(missing) - set(differences.missing)))
+        differences.unexpected.extend(sorted(set(unexpected) - set(differences.unexpected)))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -14,6 +14,8 @@ from checkpoint.strict_json import digest, to_json
 from parallel.config import ParallelConfig
 
 MODEL_PREFIX = "model."
+COUNT_LIMIT = 10**18
+"""Steps and tokens stay below it: names of step folders have up to 18 digits."""
 
 
 class Stateful(Protocol):
@@ -91,7 +93,7 @@ class FlatState:
         parts = {
             "step": header.step,
             "num_tokens": header.num_tokens,
-            "optimizer groups": header.optimizer,
+            "optimizer": header.optimizer,
             "recipe": header.recipe,
             **{f"stateful.{name}": state for name, state in header.stateful.items()},
         }
@@ -121,15 +123,18 @@ def flatten(state: TrainState, rank: int, world_size: int) -> FlatState:
         world_size: Ranks of the job.
 
     Raises:
-        ValueError: If some of it can be neither tensor nor JSON, or the optimizer is not the model's.
+        ValueError: If some of it can be neither tensor nor JSON, a count is none, or the optimizer is not the model's.
     """
+    for name, count in (("step", state.step), ("num_tokens", state.num_tokens)):
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < COUNT_LIMIT:
+            raise ValueError(f"{name}={count!r} must be an integer from 0 to below 10**18; set the state's {name}")
     parameters = state.trained.named_parameters()
     tensors = model_tensors(parameters)
     optimizer: dict[str, Any] | None = None
     if state.optimizer is not None:
         read = optimizer_state.read(state.optimizer, parameters)
         tensors |= read.tensors
-        optimizer = {"groups": read.groups, "scalars": read.scalars}
+        optimizer = {"class": read.class_name, "groups": read.groups, "scalars": read.scalars}
     tensors |= random_state.capture(rank)
     for name, tensor in tensors.items():
         if tensor.dtype not in CODES:
@@ -140,7 +145,7 @@ def flatten(state: TrainState, rank: int, world_size: int) -> FlatState:
         world_size=world_size,
         layout=asdict(state.trained.mesh.config),
         optimizer=optimizer,
-        stateful={name: to_json(each.state_dict(), f"stateful.{name}") for name, each in state.stateful.items()},
+        stateful={name: _mapping(each.state_dict(), f"stateful.{name}") for name, each in state.stateful.items()},
         recipe=_mapping(state.recipe, "recipe"),
     )
     return FlatState(tensors=tensors, header=header)

@@ -40,8 +40,8 @@ def save(folder: str | os.PathLike[str], state: TrainState, keep: int | None = N
     if keep is not None and keep < 1:
         raise ValueError(f"keep={keep} must be at least 1, or None to keep all checkpoints")
     ranks, folder = Ranks(), Path(folder)
+    flat = ranks.together(f"save into {folder}", lambda: flatten(state, ranks.rank, ranks.size))
     where = f"save {folder / steps.step_name(state.step)}"
-    flat = ranks.together(where, lambda: flatten(state, ranks.rank, ranks.size))
     ranks.require_equal(flat.digests())
     temporary = ranks.on_coordinator(where, lambda: steps.prepare(folder, state.step))
     try:
@@ -61,8 +61,8 @@ def load(path: str | os.PathLike[str], state: TrainState, *, parts: Sequence[Par
     """Fills a training state in place, whatever mesh wrote the checkpoint; all ranks call this together.
 
     Nothing of the state is changed unless all of the checkpoint fits it; only a file that turns out to be unreadable
-    half-way leaves it partly filled. An optimizer that has not stepped yet
-    gets the state that the checkpoint has. Every rank reads the slices that it needs.
+    half-way leaves tensors partly filled. An optimizer that has not stepped yet gets the state that the checkpoint
+    has. Every rank reads the slices that it needs.
 
     Args:
         path: One checkpoint, or the folder of a run, of which the latest is taken.
@@ -74,7 +74,8 @@ def load(path: str | os.PathLike[str], state: TrainState, *, parts: Sequence[Par
 
     Raises:
         ValueError: If there is no complete checkpoint, or it does not fit the state: every entry that is missing,
-            unexpected, of another shape or another dtype is listed.
+            unexpected, of another shape or another dtype is listed, and how the optimizer is another one. Or if
+            something stateful refuses its saved state, on any rank.
         OSError: If a file cannot be read.
     """
     unknown = [part for part in parts if part not in PARTS]
@@ -86,8 +87,13 @@ def load(path: str | os.PathLike[str], state: TrainState, *, parts: Sequence[Par
     manifest = ranks.together(where, lambda: Manifest.from_text(text, str(found / MANIFEST_NAME)))
     restore = ranks.together(where, lambda: _checked(found, Restore(state, manifest, ranks, parts)))
     targets = ranks.together(where, restore.tensors)
-    ranks.planned(where, lambda: _read(found, manifest, targets, ranks))
-    ranks.together(where, restore.finish)
+    try:
+        ranks.together(where, restore.begin)
+        ranks.planned(where, lambda: _read(found, manifest, targets, ranks))
+        ranks.together(where, restore.finish)
+    except BaseException as error:
+        restore.undo(error)
+        raise
     return manifest
 
 
