@@ -81,18 +81,19 @@ def load_weights(path: str, trained: Trained, recipe: Recipe) -> None:
     """Fills the parameters from a checkpoint, and nothing else; every rank of the job calls this.
 
     Args:
-        path: One checkpoint.
+        path: One checkpoint, or a folder that `find_checkpoint` takes.
         trained: What to fill; its parameters have memory.
         recipe: Its recipe.
 
     Raises:
         ValueError: If it is another model, or the checkpoint cannot be read.
     """
-    refuse_other_model(path, recipe)
+    found = find_checkpoint(path)
+    refuse_other_model(found, recipe)
     try:
-        load(path, TrainState(trained=trained), parts=("model",))
+        load(found, TrainState(trained=trained), parts=("model",))
     except ValueError as error:
-        raise in_one_line(error, path, recipe, "; give a checkpoint of this model, or change the recipe's") from error
+        raise in_one_line(error, found, recipe, "; give a checkpoint of this model, or change the recipe's") from error
 
 
 def refuse_other_model(path: str | os.PathLike[str], recipe: Recipe) -> None:

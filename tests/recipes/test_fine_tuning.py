@@ -113,7 +113,7 @@ def test_weights_that_are_not_there_or_of_another_model_are_refused(base: Recipe
     narrow = _tuned(base, tmp_path, stored_dtype="float32")
     for recipe, message in (
         (missing, f"there is no checkpoint: '{tmp_path}/none' is not a folder"),
-        (other, "the model is another one (saved -> now): model.width 32 -> 64; give a checkpoint of this model"),
+        (other, "the model is another one (saved -> now): model.width 32 -> 64; name another"),
         (narrow, "training.stored_dtype float64 -> float32"),
     ):
         first, second = run_ranks(2, _refused, recipe)
