@@ -9,7 +9,14 @@ from parallel import ModelShape, ParallelConfig
 FOLDER = Path(__file__).parent / "layouts"
 SEQUENCE_LENGTH = 32
 DENSE = ModelShape(
-    num_layers=4, width=64, num_heads=8, num_kv_heads=4, head_dim=8, feed_forward_width=176, vocab_size=260
+    num_layers=4,
+    width=64,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    feed_forward_width=176,
+    vocab_size=260,
+    max_sequence_length=2048,
 )
 MOE = ModelShape(
     num_layers=4,
