@@ -184,7 +184,16 @@ def run_on_rank(
     return train(config, optimizer, model=model, num_micro_batches=micro_batches, max_norm=max_norm, frozen=frozen)
 
 
-@pytest.mark.parametrize("case", TABLE, ids=["/".join(case) for case in TABLE])
+def is_slow(case: Case) -> bool:
+    """Rows that take seconds: compiled ones, and most of those on 8 ranks."""
+    on_8_ranks = [each for each in TABLE if LAYOUTS[each.layout][0] == 8]
+    return COMPILE[case.compiled] or case in on_8_ranks[2:]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if is_slow(case) else [], id="/".join(case)) for case in TABLE],
+)
 def test_five_steps_equal_one_process(case: Case) -> None:
     run = run_case(*LAYOUTS[case.layout], case)
     reference = one_process(case.model, case.clipping, case.optimizer, case.frozen)
