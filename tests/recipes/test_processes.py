@@ -136,7 +136,7 @@ def test_a_failure_of_one_rank_is_one_message_below_its_traceback_with_debug(tmp
     assert code == 1
     assert "Traceback (most recent call last)" in err
     # Without --debug this line is all, as it is for a killed rank above.
-    assert re.fullmatch(r"error: could not use .*/out/checkpoints: .*", err.splitlines()[-1])
+    assert re.fullmatch(r"error: could not use .*/out: .*", err.splitlines()[-1])
     assert err.count("error: ") == 1
 
 
