@@ -1,6 +1,7 @@
 """The layouts that must train and those that must be refused, for one small model of each kind."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,7 @@ DENSE = ModelShape(
     vocab_size=260,
     max_sequence_length=2048,
 )
-MOE = ModelShape(
-    num_layers=4,
-    width=64,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
-    feed_forward_width=176,
-    vocab_size=260,
-    num_experts=8,
-    num_experts_per_token=2,
-)
+MOE = replace(DENSE, num_experts=8, num_experts_per_token=2)
 
 
 def rows(name: str) -> list[dict[str, str]]:
