@@ -1,0 +1,62 @@
+"""Every change that a save makes to the file system goes through one of these calls, so that tests can stop at each."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+MAX_WRITE_BYTES = 1 << 30
+"""Linux writes at most 2 GiB in one call."""
+
+
+def make_folder(path: Path) -> None:
+    """Makes one folder, whose parent exists; the name is on disk once the parent is synced."""
+    os.mkdir(path)
+
+
+def create(path: Path) -> int:
+    """Opens a new file for writing.
+
+    Returns:
+        Its descriptor, to be closed by the caller.
+
+    Raises:
+        FileExistsError: If there is one already.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write(descriptor: int, buffers: Sequence[memoryview]) -> None:
+    """Writes all bytes of some buffers at the end of what was written so far."""
+    for buffer in buffers:
+        at, flat = 0, buffer.cast("B")
+        while at < len(flat):
+            at += os.write(descriptor, flat[at : at + MAX_WRITE_BYTES])
+
+
+def sync(descriptor: int) -> None:
+    """Waits until the disk has a file's bytes."""
+    os.fsync(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the disk knows the names in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Gives a file or folder another name at once; an existing target file is replaced, an existing folder only if empty."""
+    os.rename(source, target)
+
+
+def remove_file(path: Path) -> None:
+    """Removes one file."""
+    os.unlink(path)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes one empty folder."""
+    os.rmdir(path)
