@@ -48,7 +48,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Gives a file or folder another name at once; an existing target file is replaced, an existing folder only if empty."""
+    """Gives a file or folder another name at once; replaces an existing file, or a folder if it is empty."""
     os.rename(source, target)
 
 
