@@ -1,0 +1,1 @@
+"""All-reduce = reduce-scatter + all-gather, to read and to measure: `python -m recipes.ring`."""
