@@ -16,8 +16,9 @@ else:
 
 from checkpoint.files import read_manifest
 from checkpoint.manifest import Manifest
+from checkpoint.retention import Retention
 from checkpoint.state import TrainState
 from checkpoint.steps import latest
 from checkpoint.store import load, save
 
-__all__ = ["Manifest", "TrainState", "latest", "load", "read_manifest", "save"]
+__all__ = ["Manifest", "Retention", "TrainState", "latest", "load", "read_manifest", "save"]

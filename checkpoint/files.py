@@ -1,27 +1,15 @@
-"""Writes and reads the manifest of a folder, and makes changes of a folder last."""
+"""Writes and reads the manifest of a folder."""
 
 import os
 import re
 import stat
 from pathlib import Path
 
+from checkpoint import filesystem
 from checkpoint.manifest import MANIFEST_NAME, Manifest
 
 NUMBERED_NAME = re.compile(r"step-([0-9]+)|\.step-([0-9]+)\.old-[0-9a-f]{8}")
 """Names of folders that tell a step."""
-
-
-def sync_folder(folder: Path) -> None:
-    """Waits until the disk knows the names in a folder.
-
-    Raises:
-        OSError: If it cannot be opened or synced.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -30,11 +18,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: If it cannot be written.
     """
-    with open(folder / MANIFEST_NAME, "xb") as file:
-        file.write(manifest.to_text().encode())
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(folder)
+    descriptor = filesystem.create(folder / MANIFEST_NAME)
+    try:
+        filesystem.write(descriptor, [memoryview(manifest.to_text().encode())])
+        filesystem.sync(descriptor)
+    finally:
+        os.close(descriptor)
+    filesystem.sync_folder(folder)
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 MAX_WRITE_BYTES = 1 << 30
@@ -60,3 +61,23 @@ def remove_file(path: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Removes one empty folder."""
     os.rmdir(path)
+
+
+def make_folders(path: Path) -> None:
+    """Makes a folder with all that lead to it, each on disk before the next, or finds them there."""
+    if not path.is_dir():
+        make_folders(path.parent)
+        # Another process may be faster; a file of that name fails what comes next.
+        with suppress(FileExistsError):
+            make_folder(path)
+        sync_folder(path.parent)
+
+
+def remove_tree(folder: Path) -> None:
+    """Removes a folder and all in it, name by name; follows no link."""
+    with os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        remove = remove_tree if entry.is_dir(follow_symlinks=False) else remove_file
+        remove(Path(entry.path))
+    remove_folder(folder)

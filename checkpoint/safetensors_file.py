@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
+
+from checkpoint import filesystem
 
 CODES = {
     torch.float64: "F64",
@@ -27,9 +28,6 @@ CODES = {
     torch.bool: "BOOL",
 }
 """Dtype -> its code in a file's header; a checkpoint holds no others."""
-
-MAX_WRITE_BYTES = 1 << 30
-"""Linux writes at most 2 GiB in one call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +65,9 @@ def write(path: Path, entries: list[Entry], tensors: Iterator[Tensor]) -> int:
         OSError: If the file cannot be written.
         ValueError: If a tensor is not what its entry says.
     """
-    with open(path, "xb", buffering=0) as file:
-        _write_all(file, memoryview(_header(entries)))
+    file = filesystem.create(path)
+    try:
+        filesystem.write(file, [memoryview(_header(entries))])
         for entry, tensor in zip(entries, tensors, strict=True):
             if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
                 raise ValueError(
@@ -77,9 +76,11 @@ def write(path: Path, entries: list[Entry], tensors: Iterator[Tensor]) -> int:
                 )
             # A name for the copy: its memory must outlive the view of it.
             values = tensor.detach().cpu().contiguous()
-            _write_all(file, _bytes_of(values))
-        os.fsync(file.fileno())
-        return file.tell()
+            filesystem.write(file, [_bytes_of(values)])
+        filesystem.sync(file)
+        return os.fstat(file).st_size
+    finally:
+        os.close(file)
 
 
 def _header(entries: list[Entry]) -> bytes:
@@ -98,8 +99,3 @@ def _header(entries: list[Entry]) -> bytes:
 def _bytes_of(values: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor; numpy, which is no dependency, would know no bfloat16."""
     return memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
-
-
-def _write_all(file: BinaryIO, data: memoryview) -> None:
-    while len(data):
-        data = data[file.write(data[:MAX_WRITE_BYTES]) :]

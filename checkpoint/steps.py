@@ -3,13 +3,15 @@
 import os
 import re
 import secrets
-import shutil
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from checkpoint.files import read_manifest, sync_folder
+from checkpoint import filesystem
+from checkpoint.files import read_manifest
 from checkpoint.manifest import Manifest
+from checkpoint.retention import PROTECTED_NAME, Retention, is_protected
 
 STEP_NAME = re.compile(r"step-(\d{8,18})")
 TEMPORARY_NAME = re.compile(r"\.step-\d{8,18}\.tmp-[0-9a-f]{8}")
@@ -34,17 +36,18 @@ def prepare(folder: Path, step: int) -> Path:
         The hidden folder, empty.
 
     Raises:
-        OSError: If the folder cannot be written.
+        OSError: If the folder cannot be written, or the step is there and protected.
     """
-    if not folder.is_dir():
-        folder.mkdir(parents=True)
-        sync_folder(folder.parent)
+    filesystem.make_folders(folder)
     for path in _named(folder, TEMPORARY_NAME):
-        shutil.rmtree(path)
+        filesystem.remove_tree(path)
     for path in _named(folder, REPLACED_NAME):
         _settle(path)
-    temporary = _hidden(folder / step_name(step), "tmp")
-    temporary.mkdir()
+    target = folder / step_name(step)
+    if is_protected(target):
+        raise FileExistsError(f"{target} is protected; remove its file {PROTECTED_NAME!r} to have it replaced")
+    temporary = _hidden(target, "tmp")
+    filesystem.make_folder(temporary)
     return temporary
 
 
@@ -63,44 +66,51 @@ def publish(temporary: Path, step: int) -> Path:
     """
     target = temporary.parent / step_name(step)
     replaced = _hidden(target, "old") if target.exists() else None
-    if replaced is not None:
-        # No call replaces a folder that holds files. Between these two renames readers find `replaced`.
-        target.rename(replaced)
+    # No call replaces a folder that holds files. Between these two renames readers find `replaced`.
+    renames = [(temporary, target)] if replaced is None else [(target, replaced), (temporary, target)]
+    done: list[tuple[Path, Path]] = []
     try:
-        temporary.rename(target)
+        for source, name in renames:
+            filesystem.rename(source, name)
+            done.append((source, name))
+        filesystem.sync_folder(target.parent)
     except OSError:
-        if replaced is not None:
-            replaced.rename(target)
+        with suppress(OSError):
+            for source, name in reversed(done):
+                filesystem.rename(name, source)
         raise
-    sync_folder(target.parent)
     if replaced is not None:
-        shutil.rmtree(replaced)
+        # The new one is there, and the next save removes what stays of the old one.
+        with suppress(OSError):
+            filesystem.remove_tree(replaced)
     return target
 
 
 def discard(temporary: Path) -> None:
     """Removes a hidden folder as far as that is possible; the next save removes what stays."""
-    shutil.rmtree(temporary, ignore_errors=True)
+    with suppress(OSError):
+        filesystem.remove_tree(temporary)
 
 
-def prune(folder: Path, keep: int, written: Path) -> None:
-    """Removes all complete checkpoints but the newest ones; anything else in the folder is left alone.
+def prune(folder: Path, retention: Retention, written: Path) -> None:
+    """Removes complete checkpoints that need not stay; anything else in the folder is left alone.
 
     Args:
         folder: Where the run keeps its checkpoints.
-        keep: How many to keep, at least 1.
+        retention: Which ones stay.
         written: The one just written, which stays even where others have higher steps.
 
     Raises:
         OSError: If one cannot be removed.
     """
-    complete = [path for path, _ in newest_first(folder)]
-    for path in complete[keep:]:
+    complete = [(manifest.header.step, path) for path, manifest in newest_first(folder)]
+    for path in retention.superfluous(complete):
         if path != written:
+            # It loses its name before its first file, so that at no time an incomplete one has a name.
             hidden = _hidden(path, "tmp")
-            path.rename(hidden)
-            sync_folder(folder)
-            shutil.rmtree(hidden)
+            filesystem.rename(path, hidden)
+            filesystem.sync_folder(folder)
+            filesystem.remove_tree(hidden)
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -145,10 +155,10 @@ def _settle(replaced: Path) -> None:
     """Ends a replacement that a crash cut short: the old one goes if the new one is there, else comes back."""
     target = replaced.parent / replaced.name.removeprefix(".").partition(".")[0]
     if target.exists():
-        shutil.rmtree(replaced)
+        filesystem.remove_tree(replaced)
     else:
-        replaced.rename(target)
-        sync_folder(target.parent)
+        filesystem.rename(replaced, target)
+        filesystem.sync_folder(target.parent)
 
 
 def _hidden(target: Path, kind: str) -> Path:

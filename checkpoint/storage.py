@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from checkpoint import files, safetensors_file
+from checkpoint import files, filesystem, safetensors_file
 from checkpoint.manifest import Chunk, Header, Manifest, StoredTensor, file_name
 from checkpoint.safetensors_file import CODES, Entry
 
@@ -85,7 +85,7 @@ class ShardWriter(StorageWriter):
         if items:
             size = safetensors_file.write(self.folder / self.file, entries, _tensors(items, planner))
             results = [_result(item, entry, self.file, size) for item, entry in zip(items, entries, strict=True)]
-        files.sync_folder(self.folder)
+        filesystem.sync_folder(self.folder)
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -15,11 +15,12 @@ from checkpoint import files, steps
 from checkpoint.manifest import MANIFEST_NAME, Manifest
 from checkpoint.ranks import Ranks
 from checkpoint.restore import PARTS, Part, Restore
+from checkpoint.retention import Retention
 from checkpoint.state import FlatState, TrainState, flatten
 from checkpoint.storage import ShardReader, ShardWriter
 
 
-def save(folder: str | os.PathLike[str], state: TrainState, keep: int | None = None) -> Path:
+def save(folder: str | os.PathLike[str], state: TrainState, retention: Retention | None = None) -> Path:
     """Writes a checkpoint, of which nothing is to be seen before it is complete; all ranks call this together.
 
     Every rank writes its own shards, replicated tensors are written once. The state is only read: the optimizer
@@ -28,7 +29,7 @@ def save(folder: str | os.PathLike[str], state: TrainState, keep: int | None = N
     Args:
         folder: Where the run keeps its checkpoints, the same on all ranks; made if it is not there.
         state: What to save.
-        keep: How many complete checkpoints stay when the new one is there; None keeps all.
+        retention: Which complete checkpoints stay when the new one is there; None keeps all.
 
     Returns:
         The new checkpoint, `folder/step-<8 digits>`. One of the same step is replaced.
@@ -37,8 +38,6 @@ def save(folder: str | os.PathLike[str], state: TrainState, keep: int | None = N
         OSError: If a file cannot be written on some rank; all ranks raise it and earlier checkpoints stand.
         ValueError: If the state cannot be saved, or ranks differ in what is stored once.
     """
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep={keep} must be at least 1, or None to keep all checkpoints")
     ranks, folder = Ranks(), Path(folder)
     flat = ranks.together(f"save into {folder}", lambda: flatten(state, ranks.rank, ranks.size))
     where = f"save {folder / steps.step_name(state.step)}"
@@ -51,9 +50,9 @@ def save(folder: str | os.PathLike[str], state: TrainState, keep: int | None = N
         if ranks.is_coordinator:
             steps.discard(temporary)
         raise
-    if keep is not None:
+    if retention is not None:
         what = f"remove checkpoints older than {written}, which is complete"
-        ranks.on_coordinator(what, partial(steps.prune, folder, keep, written))
+        ranks.on_coordinator(what, partial(steps.prune, folder, retention, written))
     return written
 
 

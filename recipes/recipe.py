@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import recipes
+from checkpoint import Retention
 from models.config import ModelConfig
 from models.registry import family_of
 from parallel import ParallelConfig
@@ -89,13 +90,20 @@ class OutputConfig:
     Attributes:
         folder: Folder of the run: checkpoints/ and metrics.jsonl. A run resumes from the newest checkpoint in it.
         save_every: Optimizer steps between checkpoints, beside the one at the end; 0: only that.
-        keep: Newest checkpoints that are kept; 0 keeps all.
+        save_in_background: Train on while a checkpoint is written, from a copy in host memory of what this rank saves.
+        on_failed_save: `stop` the run, or `continue` with a warning where the file system fails; at the end of the run
+            a failed save is an error in any case.
+        keep: Newest checkpoints that are kept, beside those that hold a file named `protected`; 0 keeps all.
+        keep_every: Checkpoints of steps that are multiples of this are kept too; 0: of none.
         log_every: Optimizer steps between lines on the console.
     """
 
     folder: str
     save_every: int = 100
+    save_in_background: bool = False
+    on_failed_save: Literal["stop", "continue"] = "stop"
     keep: int = 2
+    keep_every: int = 0
     log_every: int = 10
 
     def __post_init__(self) -> None:
@@ -104,11 +112,18 @@ class OutputConfig:
         Raises:
             ValueError: If a value is out of its range.
         """
-        for name in ("save_every", "keep"):
+        for name in ("save_every", "keep", "keep_every"):
             check_integer(name, getattr(self, name), minimum=0)
         check_integer("log_every", self.log_every, minimum=1)
+        if self.on_failed_save not in ("stop", "continue"):
+            raise ValueError(f"unknown on_failed_save {self.on_failed_save!r}; legal: stop, continue")
         if not self.folder.strip():
             raise ValueError("output folder is empty; name a folder for checkpoints and metrics")
+
+    @property
+    def retention(self) -> Retention | None:
+        """Which checkpoints stay when a new one is there; None: all."""
+        return Retention(last=self.keep, every=self.keep_every or None) if self.keep else None
 
     @property
     def checkpoints(self) -> Path:

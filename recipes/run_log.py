@@ -77,7 +77,7 @@ class RunLog:
     def save(self, recipe: Recipe, state: TrainState) -> None:
         """Writes a checkpoint and takes note of it."""
         start_s = time.perf_counter()
-        path = save(recipe.output.checkpoints, state, keep=recipe.output.keep or None)
+        path = save(recipe.output.checkpoints, state, retention=recipe.output.retention)
         self._save_s = time.perf_counter() - start_s
         self._reporter.message(f"after step {state.step}: saved {path} in {self._save_s:.2f} s")
 

@@ -12,16 +12,15 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from checkpoint import TrainState, files, latest, load, safetensors_file, save, steps
+from checkpoint import TrainState, filesystem, latest, load, save, steps
 from tests.checkpoint import states
 from tests.ranks import RankError, run_ranks
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "making the folder": (Path, "mkdir"),
-    "writing values": (safetensors_file, "_write_all"),
-    "syncing the folder": (files, "sync_folder"),
-    "writing the manifest": (files, "write_manifest"),
-    "renaming": (Path, "rename"),
+    "making the folder": (filesystem, "make_folder"),
+    "writing": (filesystem, "write"),
+    "syncing the folder": (filesystem, "sync_folder"),
+    "renaming": (filesystem, "rename"),
 }
 
 
@@ -69,7 +68,7 @@ def test_a_save_that_fails_leaves_the_previous_one_and_nothing_else(
 
 def test_leftovers_of_a_crash_are_not_loaded_and_go_with_the_next_save(tmp_path: Path) -> None:
     save(tmp_path, states.fill(states.new_state()))
-    with patch.object(steps, "discard"), patch.object(Path, "rename", fail(OSError())), pytest.raises(OSError):
+    with patch.object(steps, "discard"), patch.object(filesystem, "rename", fail(OSError())), pytest.raises(OSError):
         save(tmp_path, states.fill(states.new_state(), seed=1))
     (leftover,) = (path for path in tmp_path.iterdir() if path.name.startswith("."))
     assert (leftover / "manifest.json").exists()
@@ -96,15 +95,15 @@ def test_the_same_step_is_replaced_only_once_the_new_one_is_safe(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000042"]
     assert loaded_seed() == 2
     # A crash after the first of the two renames: the old one has lost its name, and is found all the same.
-    rename, calls = Path.rename, []
+    rename, calls = filesystem.rename, []
 
-    def rename_once(path: Path, target: Path) -> Path:
+    def rename_once(path: Path, target: Path) -> None:
         calls.append(target)
         if len(calls) > 1:
             raise CutShort
-        return rename(path, target)
+        rename(path, target)
 
-    with patch.object(Path, "rename", rename_once), patch.object(steps, "discard"), pytest.raises(CutShort):
+    with patch.object(filesystem, "rename", rename_once), patch.object(steps, "discard"), pytest.raises(CutShort):
         save(tmp_path, same_step(3))
     assert not (tmp_path / "step-00000042").exists()
     assert loaded_seed() == 2
@@ -114,14 +113,14 @@ def test_the_same_step_is_replaced_only_once_the_new_one_is_safe(tmp_path: Path)
     # A failing second rename, without a crash, is undone at once.
     calls.clear()
 
-    def second_fails(path: Path, target: Path) -> Path:
+    def second_fails(path: Path, target: Path) -> None:
         calls.append(target)
         if len(calls) == 2:
             raise OSError(5, "Input/output error")
-        return rename(path, target)
+        rename(path, target)
 
     state.num_tokens = 1005
-    with patch.object(Path, "rename", second_fails), pytest.raises(OSError, match="Input/output"):
+    with patch.object(filesystem, "rename", second_fails), pytest.raises(OSError, match="Input/output"):
         save(tmp_path, state)
     assert loaded_seed() == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000042", "step-00000046"]
@@ -149,24 +148,6 @@ def test_latest_falls_back_from_an_incomplete_checkpoint(tmp_path: Path, damage:
         assert_loads(tmp_path, seed=0)
     with pytest.raises(ValueError, match="step-00000043"):
         load(newest, states.new_state())
-
-
-def test_only_complete_checkpoints_count_as_kept_and_foreign_folders_stay(tmp_path: Path) -> None:
-    for broken in ("step-00000099", "step-abc", "notes"):
-        (tmp_path / broken).mkdir()
-    with pytest.warns(UserWarning, match="step-00000099"):
-        for seed in range(5):
-            save(tmp_path, states.fill(states.new_state(), seed), keep=2)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["notes", "step-00000045", "step-00000046", "step-00000099", "step-abc"]
-    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
-        save(tmp_path, states.new_state(), keep=0)
-
-
-def test_the_checkpoint_just_written_is_kept_even_if_others_are_of_later_steps(tmp_path: Path) -> None:
-    for seed in (5, 6, 0):
-        written = save(tmp_path, states.fill(states.new_state(), seed), keep=1)
-        assert written.is_dir()
 
 
 def save_with_small_files_on_rank_1(folder: Path) -> tuple[str, list[str], float]:
@@ -217,25 +198,22 @@ def test_a_folder_that_cannot_be_made_is_the_same_error_on_all_ranks(tmp_path: P
     assert "Not a directory" in first
 
 
-def die_in_the_second_save(folder: Path, rank: int, module: str, name: str) -> None:
+def die_in_the_second_save(folder: Path, rank: int, name: str) -> None:
     states.forget_meshes()
     state = states.fill(states.new_state("fsdp 2"))
     save(folder, state)
     state.step += 1
     if dist.get_rank() == rank:
-        target = {"files": files, "safetensors_file": safetensors_file, "steps": steps}[module]
-        with patch.object(target, name, lambda *args: os.kill(os.getpid(), signal.SIGKILL)):
+        with patch.object(filesystem, name, lambda *args: os.kill(os.getpid(), signal.SIGKILL)):
             save(folder, state)
     save(folder, state)
 
 
-@pytest.mark.parametrize(
-    ("rank", "module", "name"), [(1, "safetensors_file", "_write_all"), (0, "files", "write_manifest")]
-)
-def test_a_killed_rank_leaves_the_previous_checkpoint(tmp_path: Path, rank: int, module: str, name: str) -> None:
+@pytest.mark.parametrize(("rank", "name"), [(1, "write"), (0, "rename")])
+def test_a_killed_rank_leaves_the_previous_checkpoint(tmp_path: Path, rank: int, name: str) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="exit code -9"):
-        run_ranks(2, die_in_the_second_save, tmp_path, rank, module, name)
+        run_ranks(2, die_in_the_second_save, tmp_path, rank, name)
     assert time.monotonic() - start < 20
     assert latest(tmp_path) == tmp_path / "step-00000042"
     assert_loads(tmp_path, seed=0)
