@@ -29,8 +29,19 @@ class FeedForward(nn.Module):
         Args:
             x_BSD: Normalized residual stream, [B, S, D].
         """
-        out_BSD: Tensor = self.down_proj(_SwiGLU.apply(self.gate_proj(x_BSD), self.up_proj(x_BSD)))
+        out_BSD: Tensor = self.down_proj(swiglu(self.gate_proj(x_BSD), self.up_proj(x_BSD)))
         return out_BSD
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, which keeps its two arguments for backward and nothing more.
+
+    Args:
+        gate: Any shape.
+        up: The same shape.
+    """
+    out: Tensor = _SwiGLU.apply(gate, up)
+    return out
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -21,9 +21,10 @@ class LlamaBlock(nn.Module):
 
     Args:
         config: Shape of the model.
+        feed_forward: Takes the place of the dense feed-forward layer. None: that.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.attention = Attention(
@@ -35,7 +36,7 @@ class LlamaBlock(nn.Module):
             qk_norm_eps=config.norm_eps if config.qk_norm else None,
         )
         self.feed_forward_norm = RMSNorm(config.width, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config.width, config.feed_forward_width)
+        self.feed_forward = feed_forward or FeedForward(config.width, config.feed_forward_width)
 
     def forward(self, x_BSD: Tensor, *, rotary: Rotary, attention_inputs: Any) -> Tensor:
         """The residual stream after this block, [B, S, D].
@@ -72,7 +73,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.width)
-        self.blocks = nn.ModuleDict({str(index): LlamaBlock(config) for index in range(config.num_layers)})
+        self.blocks = nn.ModuleDict({str(index): self._build_block(index) for index in range(config.num_layers)})
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.head = LossHead(config.width, config.vocab_size)
         if config.tied_embeddings:
@@ -101,6 +102,19 @@ class Llama(nn.Module):
         Raises:
             ValueError: If the sequence is longer than the model's positions go.
         """
+        x_BSD, context = self._enter(tokens, positions, document_ids)
+        for block in self.blocks.values():
+            x_BSD = block(x_BSD, **context)
+        return self._leave(x_BSD, labels)
+
+    def _build_block(self, index: int) -> nn.Module:
+        """The block of that number."""
+        return LlamaBlock(self.config)
+
+    def _enter(
+        self, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The residual stream before the first block, [B, S, D], and what every block needs to know beside it."""
         if tokens.shape[1] > self.config.max_sequence_length:
             raise ValueError(
                 f"the sequence has {tokens.shape[1]} tokens, max_sequence_length={self.config.max_sequence_length}; "
@@ -109,12 +123,12 @@ class Llama(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         x_BSD = tokens if self.embed is None else self.embed(tokens)
-        rotary = self._rotary(positions, x_BSD.dtype)
-        attention_inputs = None
-        for index, block in enumerate(self.blocks.values()):
-            if index == 0:
-                attention_inputs = block.attention.core.prepare(document_ids)  # type: ignore[union-attr, operator]
-            x_BSD = block(x_BSD, rotary=rotary, attention_inputs=attention_inputs)
+        first = next(iter(self.blocks.values()), None)
+        attention_inputs = None if first is None else first.attention.core.prepare(document_ids)  # type: ignore[union-attr, operator]
+        return x_BSD, {"rotary": self._rotary(positions, x_BSD.dtype), "attention_inputs": attention_inputs}
+
+    def _leave(self, x_BSD: Tensor, labels: Tensor | None) -> Tensor:
+        """What the model returns of the residual stream after the last block."""
         if self.norm is not None:
             x_BSD = self.norm(x_BSD)
         return x_BSD if self.head is None else self.head(x_BSD, labels=labels)
