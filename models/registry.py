@@ -1,14 +1,34 @@
 """Which families of models there are; a new one is one line here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from models.config import ModelConfig
-from models.llama import Llama, LlamaConfig, from_hub_name, llama_plan, to_hub_name
+from models.llama import HUB_TYPES, Llama, LlamaConfig, from_hub_name, llama_plan, to_hub_config, to_hub_name
+from models.llama import from_hub_config as llama_from_hub_config
 from parallel.plan import ParallelPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubFormat:
+    """How Hugging Face folders hold the models of a family.
+
+    Attributes:
+        types: Values of `model_type` in config.json that are of this family.
+        to_config: Makes what config.json holds of a config, refusing what no class of `transformers` computes.
+        from_config: Makes a config of what config.json holds, refusing by name what is not built.
+        to_name: Translates a parameter's fqn to its name in files.
+        from_name: Translates back; None for what files may hold beside parameters.
+    """
+
+    types: tuple[str, ...]
+    to_config: Callable[[Any], dict[str, Any]]
+    from_config: Callable[[Mapping[str, Any]], ModelConfig]
+    to_name: Callable[[str], str]
+    from_name: Callable[[str], str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +40,14 @@ class ModelFamily:
         config: Class of its configs.
         build: Makes its module of a config; the module fills parameters through its `init_parameter`.
         plan: Gives the parallel plan of a config.
-        to_hub_name: Translates a parameter's fqn to its name in Hugging Face files.
-        from_hub_name: Translates back.
+        hub: How Hugging Face folders hold its models; None: they cannot be imported or exported.
     """
 
     name: str
     config: type[ModelConfig]
     build: Callable[[Any], nn.Module]
     plan: Callable[[Any], ParallelPlan]
-    to_hub_name: Callable[[str], str]
-    from_hub_name: Callable[[str], str]
+    hub: HubFormat | None = None
 
 
 _ALL = (
@@ -38,8 +56,13 @@ _ALL = (
         config=LlamaConfig,
         build=Llama,
         plan=llama_plan,
-        to_hub_name=to_hub_name,
-        from_hub_name=from_hub_name,
+        hub=HubFormat(
+            types=HUB_TYPES,
+            to_config=to_hub_config,
+            from_config=llama_from_hub_config,
+            to_name=to_hub_name,
+            from_name=from_hub_name,
+        ),
     ),
 )
 FAMILIES = {each.name: each for each in _ALL}
@@ -58,6 +81,41 @@ def family(name: str) -> ModelFamily:
     if name not in FAMILIES:
         raise ValueError(f"unknown model family {name!r}; legal: {', '.join(FAMILIES)}")
     return FAMILIES[name]
+
+
+def from_hub_config(values: Mapping[str, Any]) -> ModelConfig:
+    """The config of the model that a Hugging Face folder holds.
+
+    Args:
+        values: What its config.json holds.
+
+    Raises:
+        ValueError: If it asks for anything that is not built; names it.
+    """
+    kind = values.get("model_type")
+    formats = [each.hub for each in FAMILIES.values() if each.hub is not None]
+    for each in formats:
+        if kind in each.types:
+            return each.from_config(values)
+    legal = ", ".join(name for each in formats for name in each.types)
+    raise ValueError(f"config.json has model_type={kind!r}, which is not built; legal: {legal}")
+
+
+def hub_format(config: ModelConfig) -> HubFormat:
+    """How Hugging Face folders hold a model.
+
+    Args:
+        config: Its config.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    family = family_of(config)
+    if family.hub is None:
+        raise ValueError(
+            f"models of the family {family.name} cannot be imported from or exported to Hugging Face folders"
+        )
+    return family.hub
 
 
 def family_of(config: ModelConfig) -> ModelFamily:

@@ -2,8 +2,20 @@
 
 from models.layers.rotary import RotaryScaling
 from models.llama.config import PRESETS, LlamaConfig
+from models.llama.hub_config import HUB_TYPES, from_hub_config, to_hub_config
 from models.llama.keys import from_hub_name, to_hub_name
 from models.llama.model import Llama
 from models.llama.plan import llama_plan
 
-__all__ = ["PRESETS", "Llama", "LlamaConfig", "RotaryScaling", "from_hub_name", "llama_plan", "to_hub_name"]
+__all__ = [
+    "HUB_TYPES",
+    "PRESETS",
+    "Llama",
+    "LlamaConfig",
+    "RotaryScaling",
+    "from_hub_config",
+    "from_hub_name",
+    "llama_plan",
+    "to_hub_config",
+    "to_hub_name",
+]

@@ -32,15 +32,20 @@ def to_hub_name(fqn: str) -> str:
     return _translate(fqn, r"blocks\.(\d+)", "model.layers", _OUTSIDE, _WITHIN)
 
 
-def from_hub_name(name: str) -> str:
+def from_hub_name(name: str) -> str | None:
     """The name of a parameter of ours that Hugging Face files call by another.
 
     Args:
         name: Such as `model.layers.0.self_attn.q_proj.weight`.
 
+    Returns:
+        Our name; None for rotary frequencies, which files of old releases hold and the config gives.
+
     Raises:
         ValueError: If the name is not one of a LLaMA-style model.
     """
+    if re.fullmatch(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", name):
+        return None
     return _translate(name, r"model\.layers\.(\d+)", "blocks", _OUTSIDE_BACK, _WITHIN_BACK)
 
 

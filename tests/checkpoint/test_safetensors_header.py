@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import deserialize, save_file
+from safetensors import SafetensorError, deserialize, safe_open
+from safetensors.torch import save_file
 
 from checkpoint.safetensors_header import (
     CODES,
@@ -29,7 +29,7 @@ def parse(header: Any, data_bytes: int) -> FileHeader:
     return parse_header(text, 8 + len(text) + data_bytes, "a file")
 
 
-def entry(dtype: str = "F32", shape: Any = (2, 3), offsets: Any = (0, 24), **more: Any) -> dict[str, Any]:
+def entry(dtype: Any = "F32", shape: Any = (2, 3), offsets: Any = (0, 24), **more: Any) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
 
 

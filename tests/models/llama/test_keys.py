@@ -16,8 +16,12 @@ def test_every_parameter_keeps_its_name_there_and_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.x.mlp.up_proj.weight", "embed.weight", ""]
+    "name", ["model.layers.0.self_attn.rotary_emb.inv", "model.layers.x.mlp.up_proj.weight", "embed.weight", ""]
 )
 def test_a_name_of_another_model_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is no parameter"):
         from_hub_name(name)
+
+
+def test_rotary_frequencies_of_old_files_are_no_parameter_and_no_error() -> None:
+    assert from_hub_name("model.layers.0.self_attn.rotary_emb.inv_freq") is None
