@@ -13,7 +13,24 @@ TensorParallelStyle = Literal["embedding", "gather_input", "colwise", "rowwise",
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Counts and widths of a decoder; checks, ledger and planner compute from these and import no model."""
+    """Counts and widths of a decoder; checks, ledger and planner compute from these and import no model.
+
+    Attributes:
+        num_layers: Blocks.
+        width: Width of the residual stream.
+        num_heads: Query heads.
+        num_kv_heads: Key-value heads.
+        head_dim: Components of a head.
+        feed_forward_width: Width between the projections of a dense feed-forward layer.
+        vocab_size: Entries of the vocabulary.
+        tied_embeddings: Whether embedding and head are one matrix.
+        num_experts: Experts of a layer that has some; 0: every layer is dense.
+        num_experts_per_token: Experts that a token is sent to.
+        expert_width: Width between the projections of one expert. None: feed_forward_width.
+        shared_expert_width: Width of the expert that every token passes beside those; 0: there is none.
+        num_dense_layers: Layers without experts in a model that has some.
+        max_sequence_length: Most tokens of a sequence. None: no limit is known.
+    """
 
     num_layers: int
     width: int
@@ -25,6 +42,9 @@ class ModelShape:
     tied_embeddings: bool = False
     num_experts: int = 0
     num_experts_per_token: int = 0
+    expert_width: int | None = None
+    shared_expert_width: int = 0
+    num_dense_layers: int = 0
     max_sequence_length: int | None = None
 
 

@@ -8,21 +8,26 @@ FlopConvention = Literal["full_attention", "all_parameters", "causal"]
 """How FLOPs are counted, see `training_flops_per_token`."""
 
 
-def num_parameters(shape: ModelShape) -> int:
+def num_parameters(shape: ModelShape, *, num_experts: int | None = None) -> int:
     """Matrices, embeddings and norms of a model; biases and norms of heads, which hardly count, are left out.
 
     Args:
         shape: Counts and widths.
-
-    Raises:
-        ValueError: If the model has experts, of which a token meets only some.
+        num_experts: Experts of a layer that count. None: all.
     """
-    if shape.num_experts:
-        raise ValueError(f"FLOPs of a model with experts are not built yet; this one has {shape.num_experts}")
     attention = shape.width * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
-    block = attention + 3 * shape.width * shape.feed_forward_width + 2 * shape.width
+    num_sparse = shape.num_layers - shape.num_dense_layers if shape.num_experts else 0
+    expert_width = shape.feed_forward_width if shape.expert_width is None else shape.expert_width
+    experts = (shape.num_experts if num_experts is None else num_experts) * expert_width + shape.shared_expert_width
+    feed_forward = (shape.num_layers - num_sparse) * 3 * shape.width * shape.feed_forward_width
+    feed_forward += num_sparse * shape.width * (3 * experts + shape.num_experts)
     num_embeddings = 1 if shape.tied_embeddings else 2
-    return shape.num_layers * block + num_embeddings * shape.vocab_size * shape.width + shape.width
+    return (
+        shape.num_layers * (attention + 2 * shape.width)
+        + feed_forward
+        + num_embeddings * shape.vocab_size * shape.width
+        + shape.width
+    )
 
 
 def training_flops_per_token(shape: ModelShape, sequence_length: int, convention: FlopConvention) -> int:
@@ -30,7 +35,8 @@ def training_flops_per_token(shape: ModelShape, sequence_length: int, convention
 
     A multiplication and an addition count as two. Each parameter that is multiplied takes 2 in forward and 4 in
     backward; attention to a sequence of s tokens takes 12 heads x head_dim x s in each layer, or half of it where
-    only what causal masks leave is counted. Documents that share a sequence count as one.
+    only what causal masks leave is counted. Documents that share a sequence count as one. Of experts those count that a
+    token is sent to.
 
     - `full_attention`: 6 (parameters - lookup table) + 12 layers x heads x head_dim x s. The table of the embedding
       is looked up, not multiplied; where head and embedding are tied, the one matrix counts for the head.
@@ -43,7 +49,7 @@ def training_flops_per_token(shape: ModelShape, sequence_length: int, convention
         convention: What is counted.
 
     Raises:
-        ValueError: If the convention is unknown, or the model has experts.
+        ValueError: If the convention is unknown.
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B, for `all_parameters` and the attention term; Dao 2023,
     "FlashAttention-2", section 4, for the causal half.
@@ -52,7 +58,7 @@ def training_flops_per_token(shape: ModelShape, sequence_length: int, convention
         raise ValueError(f"unknown FLOP convention {convention!r}; legal: {', '.join(get_args(FlopConvention))}")
     lookup = 0 if shape.tied_embeddings or convention == "all_parameters" else shape.vocab_size * shape.width
     per_layer = (6 if convention == "causal" else 12) * shape.num_heads * shape.head_dim * sequence_length
-    return 6 * (num_parameters(shape) - lookup) + shape.num_layers * per_layer
+    return 6 * (num_parameters(shape, num_experts=shape.num_experts_per_token) - lookup) + shape.num_layers * per_layer
 
 
 def utilization(flops_per_token: float, tokens_per_s: float, peak_flops_per_s: float, num_devices: int) -> float:

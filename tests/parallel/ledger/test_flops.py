@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from models.llama import PRESETS, LlamaConfig
+from models.moe import MoeConfig
 from parallel.ledger.flops import FlopConvention, num_parameters, training_flops_per_token, utilization
 
 # Llama 3.1 8B: 32 layers, width 4096, 32 heads of 128, 8,030,261,248 parameters, table 128,256 x 4096 = 525,336,576.
@@ -56,11 +57,32 @@ def test_heads_that_do_not_add_up_to_the_width_are_counted_as_they_are() -> None
     assert training_flops_per_token(shape, 5, "full_attention") == 6 * 292 + 720
 
 
-def test_what_is_unknown_or_not_built_is_refused() -> None:
+def test_a_token_takes_the_flops_of_the_experts_that_it_meets() -> None:
+    # Mixtral 8x7B: 46,702,792,704 parameters. Of each of 32 layers 6 experts of 3 x 4096 x 14,336 are not met.
+    mixtral = MoeConfig.preset("mixtral-8x7b").shape
+    assert num_parameters(mixtral) == 46_702_792_704
+    met = 46_702_792_704 - 32 * 6 * 3 * 4096 * 14_336
+    assert training_flops_per_token(mixtral, 4096, "all_parameters") == 6 * met + 12 * 32 * 4096 * 4096
+    # Qwen3-30B-A3B: 30,532,122,624 parameters; those of the norms of heads, 48 x 2 x 128, are left out.
+    qwen = MoeConfig.preset("qwen3-30b-a3b").shape
+    assert num_parameters(qwen) == 30_532_122_624 - 12_288
+    # One dense layer of two, a shared expert: matrices, routers and norms by hand.
+    small = dataclasses.replace(MoeConfig(num_layers=2).shape, num_dense_layers=1, shared_expert_width=32)
+    layers = 2 * (64 * 8 * 24 + 2 * 64) + 3 * 64 * 176 + 64 * (3 * (8 * 64 + 32) + 8)
+    assert num_parameters(small) == layers + 2 * 260 * 64 + 64
+
+
+def test_experts_are_as_wide_as_dense_layers_where_the_shape_does_not_say() -> None:
+    listed = dataclasses.replace(EIGHT_B, num_experts=8, num_experts_per_token=2)
+    extra = 32 * 4096 * (3 * 14_336 + 8)
+    assert training_flops_per_token(listed, 8192, "causal") == training_flops_per_token(EIGHT_B, 8192, "causal") + (
+        6 * extra
+    )
+
+
+def test_what_is_unknown_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown FLOP convention 'halved'; legal: full_attention, all_parameters, c"):
         training_flops_per_token(EIGHT_B, 8192, "halved")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="this one has 8"):
-        num_parameters(dataclasses.replace(EIGHT_B, num_experts=8))
 
 
 def test_utilization_is_the_share_of_all_devices() -> None:

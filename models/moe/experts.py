@@ -1,0 +1,114 @@
+"""The experts of one layer, and how tokens get to them and back."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from models.layers.feed_forward import swiglu
+
+# T tokens, K experts of a token, R = T * K rows, E experts, D model, H width of an expert
+
+
+class Experts(nn.Module):
+    """Gated feed-forward layers, each for rows of its own.
+
+    Attributes:
+        num_experts: Experts of the layer, on all ranks.
+        gate_proj: [E, D, H].
+        up_proj: [E, D, H].
+        down_proj: [E, H, D].
+
+    Args:
+        num_experts: Experts.
+        width: Width of the residual stream.
+        hidden_width: Width between the projections of one expert.
+    """
+
+    def __init__(self, num_experts: int, width: int, hidden_width: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.gate_proj = nn.Parameter(torch.empty(num_experts, width, hidden_width))
+        self.up_proj = nn.Parameter(torch.empty(num_experts, width, hidden_width))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_width, width))
+        for each in self.parameters():
+            # As nn.Linear does: what empty memory holds may be NaN.
+            nn.init.uniform_(each, -1 / math.sqrt(each.shape[1]), 1 / math.sqrt(each.shape[1]))
+
+    def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """What each expert makes of its rows, [R, D].
+
+        Args:
+            x_RD: Rows of the first expert, then those of the second, and so on, [R, D].
+            counts_E: Rows of each expert that lies on this rank, int64 [E]; they sum to R.
+        """
+        weights = (self.gate_proj, self.up_proj, self.down_proj)
+        gate, up, down = (each.to_local() if isinstance(each, DTensor) else each for each in weights)
+        hidden_RH = swiglu(grouped_matmul(x_RD, gate, counts_E), grouped_matmul(x_RD, up, counts_E))
+        return grouped_matmul(hidden_RH, down, counts_E)
+
+
+class LocalDispatch(nn.Module):
+    """Brings tokens to experts that all lie on this rank, and sums what they make of each token."""
+
+    def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: "Experts") -> Tensor:
+        """The weighted sum over each token's experts, [T, D]; no token is dropped.
+
+        Args:
+            x_TD: Tokens, [T, D].
+            weights_TK: Weight of each of a token's experts, [T, K].
+            experts_TK: Their numbers, int64 [T, K].
+            experts: Computes the rows of all experts, see `Experts`.
+        """
+        chosen_R = experts_TK.flatten()
+        # Stable, so that the order of a token's rows does not depend on what else is in the batch.
+        order_R = chosen_R.argsort(stable=True)
+        inverse_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+        counts_E = chosen_R.new_zeros(experts.num_experts).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
+        rows_RD = Reorder.apply(x_TD.repeat_interleave(experts_TK.shape[1], dim=0), order_R, inverse_R)
+        out_RD = Reorder.apply(experts(rows_RD, counts_E), inverse_R, order_R)
+        out_T1D = weights_TK.unsqueeze(1) @ out_RD.unflatten(0, experts_TK.shape)
+        return out_T1D.squeeze(1)
+
+
+class Reorder(torch.autograd.Function):
+    """Rows in another order; autograd would add up the gradients of rows, which here come once each."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        """Row i of the result is row `order_R[i]` of `x_RD`; `inverse_R` leads back."""
+        ctx.save_for_backward(inverse_R)
+        return x_RD.index_select(0, order_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient's rows in the first order."""
+        (inverse_R,) = ctx.saved_tensors
+        return grad_RD.index_select(0, inverse_R), None, None
+
+
+def grouped_matmul(x_RI: Tensor, weight_EIO: Tensor, counts_E: Tensor) -> Tensor:
+    """Multiplies each group of rows with a matrix of its own, [R, O].
+
+    Args:
+        x_RI: Rows of the first group, then those of the second, and so on, [R, I].
+        weight_EIO: A matrix for each group, [E, I, O].
+        counts_E: Rows of each group, int64 [E]; they sum to R.
+    """
+    if has_grouped_kernel(weight_EIO):
+        return F.grouped_mm(x_RI, weight_EIO, offs=counts_E.cumsum(0, dtype=torch.int32))
+    groups = zip(x_RI.split(counts_E.tolist()), weight_EIO.unbind(), strict=True)
+    return torch.cat([rows @ matrix for rows, matrix in groups])
+
+
+def has_grouped_kernel(weight_EIO: Tensor) -> bool:
+    """Whether one call of torch multiplies all groups: floats of at most 32 bits, rows of whole 16 bytes.
+
+    Args:
+        weight_EIO: A matrix for each group, [E, I, O].
+    """
+    row_bytes = [size * weight_EIO.element_size() for size in weight_EIO.shape[1:]]
+    return weight_EIO.dtype != torch.float64 and not any(each % 16 for each in row_bytes)
