@@ -180,8 +180,27 @@ def _start_default_group(device: torch.device, world_size: int) -> None:
     # Beside GPUs gloo serves tensors in host memory: objects, and parameters that are offloaded.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(
+            backend,
+            store=_store_of_attempt(),
+            rank=int(os.environ["RANK"]),
+            world_size=world_size,
+            device_id=device if device.type == "cuda" else None,
+        )
     elif world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         raise ValueError(f"WORLD_SIZE={world_size} is set but RANK is not; start the script through torchrun")
+
+
+def _store_of_attempt() -> dist.Store | None:
+    """Where ranks that torchrun has started again find each other; None: where torch looks by itself.
+
+    The agent of torchrun keeps one store over all restarts, in which ranks would find the addresses of dead ones.
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # Agents of several nodes count restarts each for itself.
+    if not shared or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    store, _, _ = next(dist.rendezvous("env://"))
+    return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
