@@ -13,6 +13,8 @@ class Traits:
         one_process: Whether it runs one process only.
         has_buckets: Whether it sends gradients in buckets.
         sums_each_micro_batch: Whether it may sum gradients over ranks after every micro-batch.
+        splits_optimizer_rows: Whether each rank updates its rows of every parameter and then sends them to the others.
+        flattens: Whether it concatenates the parameters of a unit and cuts them anywhere.
         refused_axes: Axes that it does not compose with, each with what to use instead.
     """
 
@@ -20,6 +22,8 @@ class Traits:
     one_process: bool = False
     has_buckets: bool = False
     sums_each_micro_batch: bool = True
+    splits_optimizer_rows: bool = False
+    flattens: bool = False
     refused_axes: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -29,7 +33,9 @@ TRAITS: Mapping[str, Traits] = {
     "none": Traits(one_process=True),
     "dp": Traits(one_process=True),
     "ddp": Traits(has_buckets=True, sums_each_micro_batch=False),
-    "zero1": Traits(has_buckets=True, sums_each_micro_batch=False, refused_axes={"tp": _ROW_SHARDS}),
-    "fsdp1": Traits(shards=True, refused_axes=dict.fromkeys(("pp", "cp"), "data_parallel='fsdp2'")),
+    "zero1": Traits(
+        has_buckets=True, sums_each_micro_batch=False, splits_optimizer_rows=True, refused_axes={"tp": _ROW_SHARDS}
+    ),
+    "fsdp1": Traits(shards=True, flattens=True, refused_axes=dict.fromkeys(("pp", "cp"), "data_parallel='fsdp2'")),
     "fsdp2": Traits(shards=True),
 }
