@@ -7,28 +7,9 @@ from typing import Any
 from torch import nn
 
 from models.config import ModelConfig
-from models.llama import HUB_TYPES, Llama, LlamaConfig, from_hub_name, llama_plan, to_hub_config, to_hub_name
-from models.llama import from_hub_config as llama_from_hub_config
+from models.hub import HubFormat
+from models.llama import LLAMA_HUB, Llama, LlamaConfig, llama_plan
 from parallel.plan import ParallelPlan
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubFormat:
-    """How Hugging Face folders hold the models of a family.
-
-    Attributes:
-        types: Values of `model_type` in config.json that are of this family.
-        to_config: Makes what config.json holds of a config, refusing what no class of `transformers` computes.
-        from_config: Makes a config of what config.json holds, refusing by name what is not built.
-        to_name: Translates a parameter's fqn to its name in files.
-        from_name: Translates back; None for what files may hold beside parameters.
-    """
-
-    types: tuple[str, ...]
-    to_config: Callable[[Any], dict[str, Any]]
-    from_config: Callable[[Mapping[str, Any]], ModelConfig]
-    to_name: Callable[[str], str]
-    from_name: Callable[[str], str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +37,9 @@ _ALL = (
         config=LlamaConfig,
         build=Llama,
         plan=llama_plan,
-        hub=HubFormat(
-            types=HUB_TYPES,
-            to_config=to_hub_config,
-            from_config=llama_from_hub_config,
-            to_name=to_hub_name,
-            from_name=from_hub_name,
-        ),
+        hub=LLAMA_HUB,
     ),
+    ModelFamily(name="moe", config=MoeConfig, build=Moe, plan=moe_plan),
 )
 FAMILIES = {each.name: each for each in _ALL}
 """Families by name."""

@@ -1,6 +1,10 @@
 """Names of a LLaMA-style model's parameters in Hugging Face safetensors files."""
 
 import re
+from collections.abc import Set
+
+from models.hub import HubPart
+from models.llama.config import LlamaConfig
 
 _OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _WITHIN = {
@@ -16,8 +20,6 @@ _WITHIN = {
     "feed_forward.up_proj": "mlp.up_proj",
     "feed_forward.down_proj": "mlp.down_proj",
 }
-_OUTSIDE_BACK = {theirs: ours for ours, theirs in _OUTSIDE.items()}
-_WITHIN_BACK = {theirs: ours for ours, theirs in _WITHIN.items()}
 
 
 def to_hub_name(fqn: str) -> str:
@@ -29,32 +31,34 @@ def to_hub_name(fqn: str) -> str:
     Raises:
         ValueError: If the name is not one of a LLaMA-style model.
     """
-    return _translate(fqn, r"blocks\.(\d+)", "model.layers", _OUTSIDE, _WITHIN)
+    module, _, kind = fqn.rpartition(".")
+    if kind in ("weight", "bias"):
+        if module in _OUTSIDE:
+            return f"{_OUTSIDE[module]}.{kind}"
+        match = re.fullmatch(r"blocks\.(\d+)\.(.+)", module)
+        if match and match[2] in _WITHIN:
+            return f"model.layers.{match[1]}.{_WITHIN[match[2]]}.{kind}"
+    raise ValueError(f"{fqn!r} is no parameter of a LLaMA-style model; known modules: {[*_OUTSIDE, *_WITHIN]}")
 
 
-def from_hub_name(name: str) -> str | None:
-    """The name of a parameter of ours that Hugging Face files call by another.
+def hub_parts(config: LlamaConfig, fqn: str, names: Set[str] | None) -> tuple[HubPart, ...]:
+    """Where Hugging Face files keep a parameter: as it is, under another name.
 
     Args:
-        name: Such as `model.layers.0.self_attn.q_proj.weight`.
-
-    Returns:
-        Our name; None for rotary frequencies, which files of old releases hold and the config gives.
+        config: Shape of the model.
+        fqn: Such as `blocks.0.attention.q_proj.weight`.
+        names: Names in the folder, which change nothing here.
 
     Raises:
         ValueError: If the name is not one of a LLaMA-style model.
     """
-    if re.fullmatch(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", name):
-        return None
-    return _translate(name, r"model\.layers\.(\d+)", "blocks", _OUTSIDE_BACK, _WITHIN_BACK)
+    return (HubPart(name=to_hub_name(fqn)),)
 
 
-def _translate(name: str, block: str, prefix: str, outside: dict[str, str], within: dict[str, str]) -> str:
-    module, _, kind = name.rpartition(".")
-    if kind in ("weight", "bias"):
-        if module in outside:
-            return f"{outside[module]}.{kind}"
-        match = re.fullmatch(block + r"\.(.+)", module)
-        if match and match[2] in within:
-            return f"{prefix}.{match[1]}.{within[match[2]]}.{kind}"
-    raise ValueError(f"{name!r} is no parameter of a LLaMA-style model; known modules: {[*outside, *within]}")
+def is_ignored(name: str) -> bool:
+    """Whether files may hold a name that is no parameter: rotary frequencies, which the config gives too.
+
+    Args:
+        name: A name in files.
+    """
+    return re.fullmatch(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", name) is not None

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import transformers
 
-from models.llama import LlamaConfig, RotaryScaling, from_hub_config, to_hub_config
 from models import registry
+from models.llama import LlamaConfig, RotaryScaling, from_hub_config, to_hub_config
 
 LLAMA3 = {
     "factor": 8.0,
