@@ -14,11 +14,25 @@ except ModuleNotFoundError as error:
 else:
     check_siblings(("checkpoint",))
 
+from checkpoint.background import BackgroundSaver
 from checkpoint.files import read_manifest
 from checkpoint.manifest import Manifest
+from checkpoint.reader import ShardReader
 from checkpoint.retention import Retention
 from checkpoint.state import TrainState
 from checkpoint.steps import latest
 from checkpoint.store import load, save
+from checkpoint.verify import verify
 
-__all__ = ["Manifest", "Retention", "TrainState", "latest", "load", "read_manifest", "save"]
+__all__ = [
+    "BackgroundSaver",
+    "Manifest",
+    "Retention",
+    "ShardReader",
+    "TrainState",
+    "latest",
+    "load",
+    "read_manifest",
+    "save",
+    "verify",
+]

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 from checkpoint import filesystem
-from checkpoint.manifest import MANIFEST_NAME, Manifest
+from checkpoint.manifest import MANIFEST_NAME, MAX_BYTES, Manifest, digests_name
 
 NUMBERED_NAME = re.compile(r"step-([0-9]+)|\.step-([0-9]+)\.old-[0-9a-f]{8}")
 """Names of folders that tell a step."""
@@ -42,19 +42,29 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path) -> bytes:
     """The text of a folder's manifest.
 
     Raises:
-        ValueError: If there is none, or it is not UTF-8.
+        ValueError: If there is none, or it is longer than a manifest may be.
     """
     manifest = path / MANIFEST_NAME
-    if not manifest.is_file() or manifest.is_symlink():
-        raise ValueError(f"{path} holds no {MANIFEST_NAME}, so it is no complete checkpoint")
     try:
-        return manifest.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{manifest} is not UTF-8 text: {error}") from error
+        # Not following a link, and not waiting for whoever writes to a pipe.
+        descriptor = os.open(manifest, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise ValueError(f"{path} holds no {MANIFEST_NAME}, so it is no complete checkpoint") from None
+    except OSError:
+        if manifest.is_symlink():
+            raise ValueError(f"{manifest} is not a plain file; a checkpoint holds no links") from None
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{manifest} is not a plain file; a checkpoint holds no links")
+        if found.st_size > MAX_BYTES:
+            raise ValueError(f"{manifest} has {found.st_size} bytes; manifests of up to {MAX_BYTES} are read")
+        return file.read(MAX_BYTES)
 
 
 def check_name(path: Path, manifest: Manifest) -> None:
@@ -74,12 +84,16 @@ def check_files(path: Path, manifest: Manifest) -> None:
     Raises:
         ValueError: If a file is missing, is a link or the like, or has another size.
     """
-    for name, size in manifest.files.items():
-        try:
-            found = os.lstat(path / name)
-        except FileNotFoundError:
-            raise ValueError(f"{path / name} is missing; its checkpoint is not complete") from None
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{path / name} is not a plain file; a checkpoint holds no links")
-        if found.st_size != size:
-            raise ValueError(f"{path / name} has {found.st_size} bytes, but the manifest says {size}; it is damaged")
+    for name, stored in manifest.files.items():
+        num_digest_bytes = -(-stored.num_bytes // manifest.block_bytes) * 8
+        for each, size in ((name, stored.num_bytes), (digests_name(name), num_digest_bytes)):
+            try:
+                found = os.lstat(path / each)
+            except FileNotFoundError:
+                raise ValueError(f"{path / each} is missing; its checkpoint is not complete") from None
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError(f"{path / each} is not a plain file; a checkpoint holds no links")
+            if found.st_size != size:
+                raise ValueError(
+                    f"{path / each} has {found.st_size} bytes, but the manifest says {size}; it is damaged"
+                )

@@ -1,25 +1,37 @@
 """The manifest of a checkpoint: everything in it but the values of its tensors."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
 
-import torch
+import xxhash
 
 from checkpoint import strict_json
-from checkpoint.coverage import check_coverage
-from checkpoint.safetensors_file import CODES
+from checkpoint.layout import Axes, Layout
+from checkpoint.owners import StoredTensor
+from checkpoint.safetensors_header import CODES, MAX_DIMS, MAX_ELEMENTS
 from checkpoint.strict_json import Json
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "meshwright checkpoint"
-VERSION = 1
+VERSION = 2
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
-FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
+FILE_NAME = re.compile(r"rank-(\d{5,9})\.safetensors")
+BLOCK_BYTES = 16 << 10
+"""Bytes under one digest. Reading half of a tensor reads two half blocks too many; hashing is as fast with as few."""
+MAX_BLOCK_BYTES = 1 << 24
+MAX_BYTES = 32 << 20
+"""Size of a manifest, some hundred thousand tensors; parsing takes about 30 times its size of memory at worst."""
+MAX_RANKS = 1 << 20
+MAX_FILE_BYTES = 1 << 53
 
 T = TypeVar("T")
+
+_TAIL = re.compile(rb',\n"digest": "([0-9a-f]{32})"\n\}\n')
+_TAIL_BYTES = len(b',\n"digest": ""\n}\n') + 32
 
 
 def file_name(rank: int) -> str:
@@ -27,36 +39,9 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """A box of a tensor.
-
-    Attributes:
-        file: The file that holds it.
-        key: Its name there.
-        offsets: Where it starts in the whole tensor, per dim.
-        sizes: Its size per dim.
-    """
-
-    file: str
-    key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """A whole tensor, whatever the ranks that hold parts of it.
-
-    Attributes:
-        dtype: Type of its values.
-        shape: Its global size per dim.
-        chunks: Boxes that cover it, each element once.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+def digests_name(file: str) -> str:
+    """Name of the file that holds the digests of a data file's blocks."""
+    return f"{file.removesuffix('.safetensors')}.digests"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,39 +69,59 @@ class Header:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """A data file.
+
+    Attributes:
+        num_bytes: Its size.
+        digest: Digest of the digests of its blocks, 16 hexadecimal digits.
+    """
+
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A checkpoint's table of contents.
+    """A checkpoint's table of contents. It grows with the number of tensors plus the number of ranks.
 
     Attributes:
         header: All that is no tensor.
-        tensors: Canonical name -> tensor.
-        files: Name of each data file -> its size in bytes.
+        tensors: Canonical name -> tensor. Which rank's file holds which part of it follows from that alone
+            (`checkpoint.owners`).
+        files: Name of each data file -> its size and digest.
+        block_bytes: Bytes of a data file under one digest.
     """
 
     header: Header
     tensors: Mapping[str, StoredTensor]
-    files: Mapping[str, int]
+    files: Mapping[str, StoredFile]
+    block_bytes: int = BLOCK_BYTES
 
     def to_text(self) -> str:
-        """The text of manifest.json."""
-        tensors: dict[str, Json] = {
-            name: {
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "chunks": [
-                    {"file": chunk.file, "key": chunk.key, "offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
-                    for chunk in tensor.chunks
-                ],
-            }
-            for name, tensor in self.tensors.items()
+        """The text of manifest.json: a line for each tensor and file, and last the digest of all that is before it.
+
+        Raises:
+            ValueError: If it is longer than a manifest may be.
+        """
+        meshes = list(dict.fromkeys(tensor.layout.mesh for tensor in self.tensors.values()))
+        number = {mesh: index for index, mesh in enumerate(meshes)}
+        document: dict[str, Json] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "block_bytes": self.block_bytes,
+            "header": strict_json.to_json(vars(self.header), "header"),
+            "meshes": [dict(mesh) for mesh in meshes],
+            "files": {name: {"bytes": each.num_bytes, "digest": each.digest} for name, each in self.files.items()},
+            "tensors": {name: _tensor_json(tensor, number) for name, tensor in self.tensors.items()},
         }
-        header = strict_json.to_json(vars(self.header), "header")
-        return strict_json.dumps(
-            {"format": FORMAT, "version": VERSION, "header": header, "files": dict(self.files), "tensors": tensors}
-        )
+        text = sign(document)
+        if len(text.encode()) > MAX_BYTES:
+            raise ValueError(f"the manifest would take {len(text.encode())} bytes, but only {MAX_BYTES} are read back")
+        return text
 
     @classmethod
-    def from_text(cls, text: str, where: str) -> "Manifest":
+    def from_text(cls, text: bytes, where: str) -> "Manifest":
         """Reads manifest.json, trusting nothing in it.
 
         Args:
@@ -124,20 +129,79 @@ class Manifest:
             where: Its path, for messages.
 
         Raises:
-            ValueError: If it is not a manifest of this format, names a file outside its folder, or lists chunks
-                that leave their tensor, overlap or leave a part of it uncovered.
+            ValueError: If it is not a manifest of this format, is damaged, names a file outside its folder, or
+                describes tensors that cannot be.
         """
-        root = _Reader(strict_json.loads(text, where), where)
+        root = _Reader(_parse(text, where), where)
         if root.get("format", str) != FORMAT:
             raise ValueError(f"{where} is not a {FORMAT}: its format is {root.get('format', str)!r}")
         if root.get("version", int) != VERSION:
             raise ValueError(f"{where} has format version {root.get('version', int)}; this release reads {VERSION}")
-        files = {name: root.sub("files").count(name) for name in root.get("files", dict)}
-        for name in files:
-            if not FILE_NAME.fullmatch(name):
-                raise ValueError(f"{where} lists the file {name!r}; data files are named like {file_name(0)}")
-        tensors = {name: _read_tensor(root.sub("tensors").sub(name), files) for name in root.get("tensors", dict)}
-        return cls(header=_read_header(root.sub("header")), tensors=tensors, files=files)
+        _check_digest(text, where)
+        block_bytes = root.count("block_bytes")
+        if not 1 <= block_bytes <= MAX_BLOCK_BYTES:
+            raise ValueError(f"{where} has blocks of {block_bytes} bytes; legal: 1 to {MAX_BLOCK_BYTES}")
+        header = _read_header(root.sub("header"))
+        files = {name: _read_file(root.sub("files").sub(name), name, header) for name in root.get("files", dict)}
+        meshes = [_read_mesh(item, where, header.world_size) for item in root.get("meshes", list)]
+        tensors = {name: _read_tensor(root.sub("tensors").sub(name), meshes) for name in root.get("tensors", dict)}
+        described, held = sum(each.num_bytes for each in tensors.values()), sum(f.num_bytes for f in files.values())
+        if described > held:
+            raise ValueError(f"{where} describes tensors of {described} bytes, more than the {held} of all data files")
+        return cls(header=header, tensors=tensors, files=files, block_bytes=block_bytes)
+
+
+def sign(document: Mapping[str, Json]) -> str:
+    """The text of a manifest, a line for each entry of its tables, with the digest of it.
+
+    Args:
+        document: All of it but the digest.
+    """
+    lines = []
+    for name, value in document.items():
+        if name in ("header", "files", "tensors") and isinstance(value, dict):
+            entries = ",\n".join(f" {_dump(key)}: {_dump(each)}" for key, each in value.items())
+            lines.append(f"{_dump(name)}: {{\n{entries}\n}}")
+        else:
+            lines.append(f"{_dump(name)}: {_dump(value)}")
+    body = "{\n" + ",\n".join(lines)
+    return f'{body},\n"digest": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'
+
+
+def _dump(value: Json) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _tensor_json(tensor: StoredTensor, meshes: Mapping[Axes, int]) -> Json:
+    layout = tensor.layout
+    described: dict[str, Json] = {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "mesh": meshes[layout.mesh],
+    }
+    if layout.splits:
+        described["splits"] = [[axis, dim] for axis, dim in layout.splits]
+    if layout.at:
+        described["at"] = dict(layout.at)
+    return described
+
+
+def _parse(text: bytes, where: str) -> Json:
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"{where} has {len(text)} bytes; manifests of up to {MAX_BYTES} are read")
+    # Before it is parsed, because empty lists take 30 times the memory of their text.
+    if text.count(b"[") + text.count(b"{") > len(text) // 8 + 64:
+        raise ValueError(f"{where} holds more brackets than a manifest can have")
+    try:
+        return strict_json.loads(text.decode(), where)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8 text: {error}") from error
+
+
+def _check_digest(text: bytes, where: str) -> None:
+    body, tail = text[:-_TAIL_BYTES], _TAIL.fullmatch(text[-_TAIL_BYTES:])
+    if tail is None or tail[1].decode() != xxhash.xxh3_128_hexdigest(body):
+        raise ValueError(f"{where} does not have the digest that it ends with: bytes 0 to {len(body)} are damaged")
 
 
 class _Reader:
@@ -163,6 +227,20 @@ class _Reader:
     def counts(self, name: str) -> tuple[int, ...]:
         return tuple(self._natural(item, name) for item in self.get(name, list))
 
+    def counts_by_name(self, name: str) -> Axes:
+        if name not in self.value:
+            return ()
+        return tuple((axis, self.sub(name).count(axis)) for axis in self.get(name, dict))
+
+    def pairs(self, name: str) -> Axes:
+        if name not in self.value:
+            return ()
+        pairs = self.get(name, list)
+        for pair in pairs:
+            if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], str):
+                raise ValueError(f"{self.where}: {name!r} must hold pairs of an axis and a dim, got {pair!r}")
+        return tuple((axis, self._natural(dim, name)) for axis, dim in pairs)
+
     def _natural(self, value: Any, name: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
             raise ValueError(f"{self.where}: {name!r} must hold integers from 0 that fit 63 bits, got {value!r}")
@@ -171,10 +249,13 @@ class _Reader:
 
 def _read_header(reader: _Reader) -> Header:
     optimizer, stateful = reader.value.get("optimizer"), reader.sub("stateful")
+    world_size = reader.count("world_size")
+    if not 1 <= world_size <= MAX_RANKS:
+        raise ValueError(f"{reader.where}: world_size={world_size} must be from 1 to {MAX_RANKS}")
     return Header(
         step=reader.count("step"),
         num_tokens=reader.count("num_tokens"),
-        world_size=reader.count("world_size"),
+        world_size=world_size,
         layout=reader.get("layout", dict),
         optimizer=None if optimizer is None else reader.get("optimizer", dict),
         stateful={name: stateful.get(name, dict) for name in reader.get("stateful", dict)},
@@ -182,19 +263,45 @@ def _read_header(reader: _Reader) -> Header:
     )
 
 
-def _read_tensor(reader: _Reader, files: Mapping[str, int]) -> StoredTensor:
-    dtype, shape = reader.get("dtype", str), reader.counts("shape")
+def _read_file(reader: _Reader, name: str, header: Header) -> StoredFile:
+    match = FILE_NAME.fullmatch(name)
+    if match is None or name != file_name(int(match[1])) or int(match[1]) >= header.world_size:
+        raise ValueError(
+            f"{reader.where}: lists the file {name!r}; data files of {header.world_size} ranks are named from "
+            f"{file_name(0)} to {file_name(header.world_size - 1)}"
+        )
+    num_bytes, digest = reader.count("bytes"), reader.get("digest", str)
+    if num_bytes > MAX_FILE_BYTES or not re.fullmatch("[0-9a-f]{16}", digest):
+        raise ValueError(f"{reader.where} has {num_bytes} bytes and the digest {digest!r}; that is no data file")
+    return StoredFile(num_bytes=num_bytes, digest=digest)
+
+
+def _read_mesh(value: Json, where: str, world_size: int) -> Axes:
+    reader = _Reader({"mesh": value}, where)
+    mesh = reader.counts_by_name("mesh")
+    # One by one, because a product of thousands of factors takes its time.
+    size = 1
+    for _, each in mesh:
+        size *= each
+        if not 1 <= size <= world_size:
+            break
+    if size != world_size:
+        raise ValueError(f"{where}: the mesh {dict(mesh[:9])} must hold {world_size} ranks")
+    return mesh
+
+
+def _read_tensor(reader: _Reader, meshes: list[Axes]) -> StoredTensor:
+    dtype, shape, mesh = reader.get("dtype", str), reader.counts("shape"), reader.count("mesh")
     if dtype not in DTYPES:
         raise ValueError(f"{reader.where} has dtype {dtype!r}; legal: {', '.join(DTYPES)}")
-    if prod(shape) * DTYPES[dtype].itemsize > sum(files.values()):
-        raise ValueError(f"{reader.where} has shape {list(shape)}, more than all data files hold")
-    chunks = tuple(_read_chunk(_Reader(item, f"{reader.where} chunk"), files) for item in reader.get("chunks", list))
-    check_coverage(reader.where, shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
-    return StoredTensor(dtype=DTYPES[dtype], shape=shape, chunks=chunks)
-
-
-def _read_chunk(reader: _Reader, files: Mapping[str, int]) -> Chunk:
-    file = reader.get("file", str)
-    if file not in files:
-        raise ValueError(f"{reader.where} lies in {file!r}, which is not one of the manifest's files")
-    return Chunk(file=file, key=reader.get("key", str), offsets=reader.counts("offsets"), sizes=reader.counts("sizes"))
+    if len(shape) > MAX_DIMS or prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+        raise ValueError(f"{reader.where} has shape {list(shape[:9])}, larger than any tensor")
+    if mesh >= len(meshes):
+        raise ValueError(f"{reader.where} lies on mesh {mesh}, but there are {len(meshes)}")
+    layout = Layout(mesh=meshes[mesh], splits=reader.pairs("splits"), at=reader.counts_by_name("at"))
+    axes = [axis for axis, _ in (*layout.splits, *layout.at)]
+    if len(set(axes)) < len(axes) or not set(axes) <= layout.sizes.keys():
+        raise ValueError(f"{reader.where} is cut along {axes}; each axis of {list(layout.sizes)} can cut once")
+    if any(dim >= len(shape) for _, dim in layout.splits) or any(at >= layout.sizes[axis] for axis, at in layout.at):
+        raise ValueError(f"{reader.where} of shape {list(shape)} is cut where it has no dim or rank: {layout}")
+    return StoredTensor(dtype=DTYPES[dtype], shape=shape, layout=layout)

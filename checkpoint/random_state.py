@@ -6,27 +6,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-PREFIX = "rng."
+CPU, CUDA = "rng.cpu", "rng.cuda"
+"""Canonical names; a checkpoint holds a row for each rank."""
 
 
-def capture(rank: int) -> dict[str, Tensor]:
-    """Copies of a rank's generator states under their canonical names.
-
-    Args:
-        rank: This rank.
+def capture() -> dict[str, Tensor]:
+    """Copies of this rank's generator states under their canonical names.
 
     Returns:
         uint8 tensors: the CPU generator's, and the current GPU's if one is in use.
     """
-    states = {name(rank, "cpu"): torch.get_rng_state()}
+    states = {CPU: torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        states[name(rank, "cuda")] = torch.cuda.get_rng_state()
+        states[CUDA] = torch.cuda.get_rng_state()
     return states
-
-
-def name(rank: int, device_type: str) -> str:
-    """Canonical name of the state of one generator."""
-    return f"{PREFIX}rank-{rank}.{device_type}"
 
 
 def source_rank(rank: int, world_size: int, saved_world_size: int) -> int:
@@ -48,9 +41,8 @@ def restore(states: Mapping[str, Tensor], rank: int, world_size: int, saved_worl
         world_size: Ranks now.
         saved_world_size: Ranks that saved.
     """
-    source = source_rank(rank, world_size, saved_world_size)
     same = world_size == saved_world_size
-    cpu, cuda = states[name(source, "cpu")], states.get(name(source, "cuda"))
+    cpu, cuda = states[CPU], states.get(CUDA)
     # Not torch.manual_seed: it would also reseed generators of devices that are not this rank's.
     if same:
         torch.set_rng_state(cpu)

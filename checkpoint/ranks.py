@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
 
@@ -31,8 +30,14 @@ class Failure:
 class Ranks:
     """The ranks that save or load together: all those of the default process group, or one process alone."""
 
-    def __init__(self) -> None:
-        """Looks whether there is a process group."""
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """Looks whether there is a process group.
+
+        Args:
+            group: All ranks of the job, for what they tell each other; a thread beside the training needs one of its
+                own. None takes the default one.
+        """
+        self.group = group
         self.is_distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.is_distributed else 0
         self.size = dist.get_world_size() if self.is_distributed else 1
@@ -88,33 +93,11 @@ class Ranks:
             except Exception as error:
                 outcome, cause = [Failure.of(error)], error
         if self.is_distributed:
-            dist.broadcast_object_list(outcome, src=0)
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
         result = outcome[0]
         if isinstance(result, Failure):
             raise self.error(what, dict.fromkeys(range(self.size), result)) from cause
         return cast(T, result)
-
-    def planned(self, what: str, action: Callable[[], T]) -> T:
-        """Runs a call of torch.distributed.checkpoint, which every rank leaves alike by itself.
-
-        Args:
-            what: The action in words that follow "could not", for the message.
-            action: Saves or loads.
-
-        Raises:
-            OSError: If the first rank that failed met an error of the file system.
-            ValueError: If it met bad input.
-            RuntimeError: If it met anything else.
-        """
-        try:
-            return action()
-        except CheckpointException as error:
-            own = error.failures.get(self.rank, (None,))[0]
-            if own is not None and not isinstance(own, Exception):
-                # Ctrl-C and the like: not an error of the action.
-                raise own from error
-            failures = {rank: Failure.of(each) for rank, (each, _) in error.failures.items()}
-            raise self.error(what, failures) from error
 
     def require_equal(self, digests: Mapping[str, str]) -> None:
         """Refuses values that every rank must hold alike, because only one rank's are stored.
@@ -140,12 +123,19 @@ class Ranks:
                 f"{listed}; keep them equal on all ranks"
             )
 
+    def broadcast(self, value: T, source: int) -> T:
+        """One rank's value on every rank."""
+        values: list[T] = [value]
+        if self.is_distributed:
+            dist.broadcast_object_list(values, src=source, group=self.group)
+        return values[0]
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank."""
         if not self.is_distributed:
             return [value]
         values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return cast(list[T], values)
 
     def error(self, what: str, failures: Mapping[int, Failure]) -> Exception:

@@ -6,11 +6,14 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from checkpoint import optimizer_fit, optimizer_state, random_state
 from checkpoint.differences import Differences
+from checkpoint.layout import local_box
 from checkpoint.manifest import Manifest
 from checkpoint.ranks import Ranks
+from checkpoint.reader import Slice
 from checkpoint.state import MODEL_PREFIX, TrainState, model_tensors
 from checkpoint.undo import Undo
 
@@ -33,7 +36,7 @@ class _Like:
 
 
 class Restore:
-    """One load of one checkpoint into one training state: `check`, `tensors`, `begin`, `finish`, in this order."""
+    """One load of one checkpoint into one training state: `check`, `slices`, `begin`, `finish`, in this order."""
 
     def __init__(self, state: TrainState, manifest: Manifest, ranks: Ranks, parts: Sequence[Part]) -> None:
         """Looks at the state; changes nothing in it.
@@ -91,8 +94,18 @@ class Restore:
                 self.new_entries[name] = optimizer_state.new_entry(
                     name, stored.dtype, stored.shape, parameter, groups[id(parameter)]
                 )
-        self.generators = {name: torch.empty(like.shape, dtype=like.dtype) for name, like in self._generators().items()}
-        return targets | self.new_entries | self.generators
+        self.generators = {
+            name: torch.empty(like.shape[1:], dtype=like.dtype) for name, like in self._generators().items()
+        }
+        return targets | self.new_entries
+
+    def slices(self) -> list[Slice]:
+        """The parts of stored tensors that this rank needs, with the memory of the state that takes them."""
+        row = random_state.source_rank(self.ranks.rank, self.ranks.size, self.manifest.header.world_size)
+        return [
+            *(Slice(name, local_box(tensor).offsets, _local(tensor)) for name, tensor in self.tensors().items()),
+            *(Slice(name, (row, 0), state.unsqueeze(0)) for name, state in self.generators.items()),
+        ]
 
     def begin(self) -> None:
         """Takes over what may still refuse, and can be put back, before any tensor is filled.
@@ -165,13 +178,11 @@ class Restore:
     def _generators(self) -> dict[str, _Like]:
         if "rng" not in self.parts:
             return {}
-        source = random_state.source_rank(self.ranks.rank, self.ranks.size, self.manifest.header.world_size)
-        current = random_state.capture(source)
-        optional = random_state.name(source, "cuda")
+        rows = self.manifest.header.world_size
         return {
-            name: _Like.of(tensor)
-            for name, tensor in current.items()
-            if name != optional or name in self.manifest.tensors
+            name: _Like((rows, *state.shape), state.dtype)
+            for name, state in random_state.capture().items()
+            if name == random_state.CPU or name in self.manifest.tensors
         }
 
     def _check_optimizer(self, differences: Differences) -> None:
@@ -192,6 +203,10 @@ class Restore:
         missing, unexpected = optimizer_fit.uneven_entries(names, self.current.groups, num_dims)
         differences.missing.extend(sorted(set(missing) - set(differences.missing)))
         differences.unexpected.extend(sorted(set(unexpected) - set(differences.unexpected)))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

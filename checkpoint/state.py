@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from checkpoint import optimizer_state, random_state
 from checkpoint.manifest import Header
-from checkpoint.safetensors_file import CODES
+from checkpoint.safetensors_header import CODES
 from checkpoint.strict_json import digest, to_json
 from parallel.config import ParallelConfig
 
@@ -80,11 +80,13 @@ class FlatState:
     """A training state in the form that storage takes, and that knows nothing of modules or optimizers.
 
     Attributes:
-        tensors: Canonical name -> tensor: `model.<fqn>`, `optimizer.<fqn>.<entry>`, `rng.rank-<rank>.<device>`.
+        tensors: Canonical name -> tensor: `model.<fqn>`, `optimizer.<fqn>.<entry>`.
+        per_rank: Canonical name -> this rank's row of a tensor with a row for each rank: `rng.<device>`.
         header: All that is no tensor.
     """
 
     tensors: Mapping[str, Tensor]
+    per_rank: Mapping[str, Tensor]
     header: Header
 
     def digests(self) -> dict[str, str]:
@@ -114,12 +116,11 @@ def model_tensors(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {f"{MODEL_PREFIX}{fqn}": parameter.detach() for fqn, parameter in parameters.items()}
 
 
-def flatten(state: TrainState, rank: int, world_size: int) -> FlatState:
+def flatten(state: TrainState, world_size: int) -> FlatState:
     """Takes a training state apart; changes nothing in it.
 
     Args:
         state: The state, its tensors shared with the result.
-        rank: This rank.
         world_size: Ranks of the job.
 
     Raises:
@@ -135,7 +136,6 @@ def flatten(state: TrainState, rank: int, world_size: int) -> FlatState:
         read = optimizer_state.read(state.optimizer, parameters)
         tensors |= read.tensors
         optimizer = {"class": read.class_name, "groups": read.groups, "scalars": read.scalars}
-    tensors |= random_state.capture(rank)
     for name, tensor in tensors.items():
         if tensor.dtype not in CODES:
             raise ValueError(f"{name} is {tensor.dtype}, which safetensors files do not hold")
@@ -148,7 +148,7 @@ def flatten(state: TrainState, rank: int, world_size: int) -> FlatState:
         stateful={name: _mapping(each.state_dict(), f"stateful.{name}") for name, each in state.stateful.items()},
         recipe=_mapping(state.recipe, "recipe"),
     )
-    return FlatState(tensors=tensors, header=header)
+    return FlatState(tensors=tensors, per_rank=random_state.capture(), header=header)
 
 
 def _mapping(value: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -1,23 +1,18 @@
 """Saves a training state from any mesh, and loads it onto any other."""
 
 import os
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-
-from checkpoint import files, steps
+from checkpoint import files, steps, writer
 from checkpoint.manifest import MANIFEST_NAME, Manifest
 from checkpoint.ranks import Ranks
+from checkpoint.reader import ShardReader
 from checkpoint.restore import PARTS, Part, Restore
 from checkpoint.retention import Retention
-from checkpoint.state import FlatState, TrainState, flatten
-from checkpoint.storage import ShardReader, ShardWriter
+from checkpoint.state import TrainState, flatten
+from checkpoint.writer import SavePlan
 
 
 def save(folder: str | os.PathLike[str], state: TrainState, retention: Retention | None = None) -> Path:
@@ -39,13 +34,33 @@ def save(folder: str | os.PathLike[str], state: TrainState, retention: Retention
         ValueError: If the state cannot be saved, or ranks differ in what is stored once.
     """
     ranks, folder = Ranks(), Path(folder)
-    flat = ranks.together(f"save into {folder}", lambda: flatten(state, ranks.rank, ranks.size))
-    where = f"save {folder / steps.step_name(state.step)}"
+    return commit(folder, plan(folder, state, ranks), retention, ranks)
+
+
+def plan(folder: Path, state: TrainState, ranks: Ranks) -> SavePlan:
+    """Finds what each rank writes; the first part of `save`, which looks at the state.
+
+    Raises:
+        ValueError: As `save`.
+    """
+    flat = ranks.together(f"save into {folder}", lambda: flatten(state, ranks.size))
     ranks.require_equal(flat.digests())
-    temporary = ranks.on_coordinator(where, lambda: steps.prepare(folder, state.step))
+    return writer.plan(flat, ranks)
+
+
+def commit(folder: Path, planned: SavePlan, retention: Retention | None, ranks: Ranks) -> Path:
+    """Writes what was planned; the second part of `save`, which another thread can do with a group of its own.
+
+    Raises:
+        OSError: As `save`.
+    """
+    step = planned.header.step
+    where = f"save {folder / steps.step_name(step)}"
+    temporary = ranks.on_coordinator(where, lambda: steps.prepare(folder, step))
     try:
-        ranks.planned(where, lambda: _write(temporary, flat, ranks))
-        written = ranks.on_coordinator(where, lambda: steps.publish(temporary, state.step))
+        stored = ranks.together(where, lambda: writer.write(temporary, planned, ranks.rank))
+        writer.seal(temporary, planned, stored, ranks)
+        written = ranks.on_coordinator(where, lambda: steps.publish(temporary, step))
     except BaseException:
         if ranks.is_coordinator:
             steps.discard(temporary)
@@ -85,10 +100,10 @@ def load(path: str | os.PathLike[str], state: TrainState, *, parts: Sequence[Par
     where = f"load {found}"
     manifest = ranks.together(where, lambda: Manifest.from_text(text, str(found / MANIFEST_NAME)))
     restore = ranks.together(where, lambda: _checked(found, Restore(state, manifest, ranks, parts)))
-    targets = ranks.together(where, restore.tensors)
+    reads = ranks.together(where, lambda: ShardReader(found, manifest).prepare(restore.slices()))
     try:
         ranks.together(where, restore.begin)
-        ranks.planned(where, lambda: _read(found, manifest, targets, ranks))
+        ranks.together(where, reads.run)
         ranks.together(where, restore.finish)
     except BaseException as error:
         restore.undo(error)
@@ -96,27 +111,7 @@ def load(path: str | os.PathLike[str], state: TrainState, *, parts: Sequence[Par
     return manifest
 
 
-def _write(folder: Path, flat: FlatState, ranks: Ranks) -> None:
-    with _one_process_is_meant():
-        dcp.save(
-            dict(flat.tensors),
-            storage_writer=ShardWriter(folder, flat.header, ranks.rank),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=not ranks.is_distributed,
-        )
-
-
-def _read(folder: Path, manifest: Manifest, targets: dict[str, Tensor], ranks: Ranks) -> None:
-    with _one_process_is_meant():
-        dcp.load(
-            dict(targets),
-            storage_reader=ShardReader(folder, manifest),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=not ranks.is_distributed,
-        )
-
-
-def _find(path: Path) -> tuple[Path, str]:
+def _find(path: Path) -> tuple[Path, bytes]:
     """The checkpoint that a path means, and the text of its manifest."""
     if not path.is_dir():
         raise ValueError(f"there is no checkpoint: {path} is not a folder")
@@ -134,11 +129,3 @@ def _checked(path: Path, restore: Restore) -> Restore:
     if differences:
         raise ValueError(f"{path} does not fit the state to load; nothing was changed\n{differences}")
     return restore
-
-
-@contextmanager
-def _one_process_is_meant() -> Iterator[None]:
-    """Silences torch's remark that there is no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield

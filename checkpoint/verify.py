@@ -1,0 +1,69 @@
+"""Holds all of a checkpoint against its manifest."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+
+from checkpoint.manifest import FILE_NAME, Manifest, digests_name
+from checkpoint.reader import NUM_THREADS, READ_BYTES, ShardReader
+from checkpoint.verified_file import VerifiedFile
+
+MAX_LISTED = 40
+"""Findings that a message lists."""
+
+
+def verify(path: str | os.PathLike[str]) -> Manifest:
+    """Reads all of a checkpoint and checks every byte; needs no process group.
+
+    Args:
+        path: The folder of one step.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        ValueError: If something is missing, damaged, or of another checkpoint; lists file, tensor and byte range.
+        OSError: If a file cannot be read.
+    """
+    reader = ShardReader(path)
+    problems = list(_problems(reader))
+    if problems:
+        more = [f"... and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
+        raise ValueError("\n".join([*problems[:MAX_LISTED], *more]))
+    return reader.manifest
+
+
+def _problems(reader: ShardReader) -> Iterator[str]:
+    """Everything that is wrong with the files of a checkpoint whose manifest is sound."""
+    files = reader.manifest.files
+    expected = {*files, *map(digests_name, files)}
+    for name in sorted(os.listdir(reader.path)):
+        if name not in expected and (FILE_NAME.fullmatch(name) or name.endswith(".digests")):
+            yield f"{reader.path / name} is not one of the manifest's files; it is of another checkpoint"
+    missing = sum(tensor.num_bytes for tensor in reader.manifest.tensors.values())
+    for name in files:
+        rank = int(name.removeprefix("rank-").removesuffix(".safetensors"))
+        pieces = list(reader.owners.of_rank(rank))
+        missing -= sum(prod(piece.box.sizes) * reader.manifest.tensors[piece.name].dtype.itemsize for piece in pieces)
+        try:
+            file = reader.file(rank)
+            for piece in pieces:
+                reader.check_entry(file, piece)
+        except ValueError as error:
+            yield str(error)
+            continue
+        if len(file.header.tensors) != len(pieces):
+            yield f"{file.path} holds {len(file.header.tensors)} tensors, but the manifest says {len(pieces)}"
+        yield from _damage(file)
+    if missing:
+        yield f"{reader.path}: the files that the manifest lists lack {missing} bytes of its tensors"
+
+
+def _damage(file: VerifiedFile) -> Iterator[str]:
+    """The damaged stretches of a file."""
+    step = max(READ_BYTES // file.block_bytes, 1) * file.block_bytes
+    with file, ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-verify") as pool:
+        starts = range(0, file.stored.num_bytes, step)
+        for damaged in pool.map(lambda start: file.damaged(start, min(start + step, file.stored.num_bytes)), starts):
+            yield from damaged

@@ -1,0 +1,193 @@
+"""Saves a flat state in steps that can run apart: plan, snapshot, write, seal."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from checkpoint import files, filesystem, shard_file, strict_json
+from checkpoint.layout import layout_of, local_box, part_of_job, stacked
+from checkpoint.manifest import BLOCK_BYTES, Header, Manifest, StoredFile, file_name
+from checkpoint.owners import Owners, StoredTensor
+from checkpoint.ranks import Ranks
+from checkpoint.state import FlatState
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePlan:
+    """What one rank writes, and what is written in all.
+
+    Attributes:
+        header: All that is no tensor.
+        tensors: Every tensor of the checkpoint by name.
+        parts: Key in this rank's file -> its values, in their order there; they share the state's memory until
+            `snapshot` copies them.
+    """
+
+    header: Header
+    tensors: Mapping[str, StoredTensor]
+    parts: Mapping[str, Tensor]
+
+
+def plan(flat: FlatState, ranks: Ranks) -> SavePlan:
+    """Finds what this rank writes; all ranks call this together.
+
+    No list of parts travels: ranks compare a digest of what they describe, send descriptions only where those differ,
+    as between pipeline stages, and find by arithmetic who writes what.
+
+    Args:
+        flat: The state.
+        ranks: The ranks of the job.
+
+    Raises:
+        ValueError: If a tensor is held in a way that cannot be saved, or ranks describe one name in two ways.
+    """
+    what = "describe the state"
+    own = ranks.together(what, lambda: _describe(flat, ranks.size))
+    described = _exchange(own, ranks)
+    tensors = ranks.together(what, lambda: _merge(described, ranks.size))
+    parts = ranks.together(what, lambda: _parts(flat, tensors, ranks.rank))
+    return SavePlan(header=flat.header, tensors=tensors, parts=parts)
+
+
+def snapshot(saved: SavePlan, buffer: Tensor | None = None) -> tuple[SavePlan, Tensor]:
+    """Copies what this rank writes to host memory, so that the state may change.
+
+    Args:
+        saved: From `plan`.
+        buffer: The one that an earlier snapshot returned; used again if it is large enough.
+
+    Returns:
+        The plan with copies, and the buffer that holds them, pinned where values come from a GPU.
+    """
+    num_bytes = sum(_aligned(values.nbytes) for values in saved.parts.values())
+    on_gpu = any(values.is_cuda for values in saved.parts.values())
+    if buffer is None or len(buffer) < num_bytes:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+    parts, at = {}, 0
+    for key, values in saved.parts.items():
+        room = buffer[at : at + values.nbytes].view(values.dtype).view(values.shape)
+        parts[key] = room.copy_(values, non_blocking=on_gpu)
+        at += _aligned(values.nbytes)
+    if on_gpu:
+        torch.cuda.current_stream().synchronize()
+    return replace(saved, parts=parts), buffer
+
+
+def write(folder: Path, saved: SavePlan, rank: int) -> dict[str, StoredFile]:
+    """Writes this rank's file, if it has anything to write, and waits until the disk has it; touches no other rank.
+
+    Args:
+        folder: Exists; nothing in it is trusted by readers before it is sealed.
+        saved: From `plan` or `snapshot`.
+        rank: This rank.
+
+    Returns:
+        What the manifest says of the file.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    written = {}
+    if saved.parts:
+        entries = {key: (values.dtype, tuple(values.shape)) for key, values in saved.parts.items()}
+        name = file_name(rank)
+        written[name] = shard_file.write(folder / name, entries, saved.parts.values(), BLOCK_BYTES)
+    filesystem.sync_folder(folder)
+    return written
+
+
+def seal(folder: Path, saved: SavePlan, written: Mapping[str, StoredFile], ranks: Ranks) -> None:
+    """Adds the manifest, which makes a folder complete; all ranks call this together once they have written.
+
+    Args:
+        folder: Where they wrote.
+        saved: From `plan` or `snapshot`.
+        written: From `write`.
+        ranks: The ranks of the job.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    everyone = ranks.gather(dict(written))
+    found = {name: each for of_rank in everyone for name, each in of_rank.items()}
+    ranks.on_coordinator(
+        "write the manifest",
+        lambda: files.write_manifest(folder, Manifest(header=saved.header, tensors=saved.tensors, files=found)),
+    )
+
+
+def _describe(flat: FlatState, world_size: int) -> dict[str, StoredTensor]:
+    described = {}
+    for name, tensor in flat.tensors.items():
+        try:
+            layout = layout_of(tensor, world_size)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        described[name] = StoredTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), layout=layout)
+    for name, row in flat.per_rank.items():
+        shape = (world_size, *row.shape)
+        described[name] = StoredTensor(dtype=row.dtype, shape=shape, layout=stacked(world_size))
+    return described
+
+
+def _exchange(own: dict[str, StoredTensor], ranks: Ranks) -> dict[tuple[int, ...], dict[str, StoredTensor]]:
+    """Every distinct description, by the ranks that gave it."""
+    digest = strict_json.digest({name: repr(tensor) for name, tensor in own.items()})
+    by_digest: dict[str, list[int]] = {}
+    for rank, each in enumerate(ranks.gather(digest)):
+        by_digest.setdefault(each, []).append(rank)
+    if len(by_digest) == 1:
+        return {tuple(range(ranks.size)): own}
+    return {tuple(holders): ranks.broadcast(own, source=holders[0]) for holders in by_digest.values()}
+
+
+def _merge(described: Mapping[tuple[int, ...], Mapping[str, StoredTensor]], world_size: int) -> dict[str, StoredTensor]:
+    """One description of each tensor out of those of ranks that hold different ones."""
+    if len(described) == 1:
+        return dict(next(iter(described.values())))
+    holders: dict[str, list[int]] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for ranks, of_ranks in described.items():
+        for name, tensor in of_ranks.items():
+            holders.setdefault(name, []).extend(ranks)
+            if tensors.setdefault(name, tensor) != tensor:
+                raise ValueError(
+                    f"{name} is {tensor} on the ranks {list(ranks)}, but {tensors[name]} on others; all ranks that "
+                    "hold a tensor must hold it with one shape, dtype and layout"
+                )
+    placed = {}
+    for name, tensor in tensors.items():
+        try:
+            placed[name] = replace(tensor, layout=part_of_job(tensor.layout, sorted(holders[name])))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return placed
+
+
+def _parts(flat: FlatState, tensors: Mapping[str, StoredTensor], rank: int) -> dict[str, Tensor]:
+    """The values that a rank writes by key in its file, wide dtypes first so that all are aligned."""
+    parts: dict[str, Tensor] = {}
+    for piece in Owners(tensors).of_rank(rank):
+        stored = tensors[piece.name]
+        if piece.name in flat.per_rank:
+            parts[piece.key(stored.shape)] = flat.per_rank[piece.name].unsqueeze(0)
+            continue
+        tensor = flat.tensors[piece.name]
+        held = local_box(tensor)
+        values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if tuple(values.shape) != held.sizes:
+            raise ValueError(
+                f"{piece.name} has {list(values.shape)} on rank {rank}, where its layout says {held.sizes}"
+            )
+        for dim, (offset, size) in enumerate(zip(piece.box.within(held).offsets, piece.box.sizes, strict=True)):
+            values = values.narrow(dim, offset, size)
+        parts[piece.key(stored.shape)] = values.detach()
+    return dict(sorted(parts.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 64) * 64
