@@ -69,9 +69,11 @@ class Sharding:
         unit_min_parameters: With units=size, a module becomes a unit once it holds so many parameters.
         reshard_group: After forward keep a unit sharded over this many neighbouring ranks instead of all, so that
             backward gathers it within a node; with full_shard and hybrid_shard only. None: over all.
-        keep_last_unit: Leave the last unit gathered after forward, as backward needs it at once.
+        keep_last_unit: Leave the last unit that backward needs gathered after forward, as it is needed at once.
         forward_prefetch: How many units ahead of its use a unit is gathered in forward; 0 leaves it to the backend.
         backward_prefetch: The same in backward.
+        limit_all_gathers: Let the host run ahead by two gathered units at most, which bounds memory on GPUs; with fsdp1
+            only.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory.
     """
 
@@ -81,6 +83,7 @@ class Sharding:
     keep_last_unit: bool = False
     forward_prefetch: int = 0
     backward_prefetch: int = 0
+    limit_all_gathers: bool = True
     cpu_offload: bool = False
 
     def __post_init__(self) -> None:

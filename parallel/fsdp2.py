@@ -5,19 +5,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
+from parallel.backend import Backend
 from parallel.config import ParallelConfig, Precision, ReduceGradients, Sharding
 from parallel.local_step import OwnShards, step_on_local_shards
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan, Unit
-from parallel.units import choose_units
+from parallel.replicas import local_part
+from parallel.units import choose_units, kept_unit
 
 
-class FullyShard:
+class FullyShard(Backend):
     """The `fsdp2` backend."""
 
     wraps_before_materialize = True
@@ -82,41 +84,53 @@ def apply_fsdp2(
     foreign = [unit for unit in units if unit.view != "fsdp"]
     if foreign:
         raise ValueError(f"units over another view than fsdp are not built yet: {foreign}")
-    policy = MixedPrecisionPolicy(
-        param_dtype=precision.compute_dtype,
-        reduce_dtype=precision.reduce_dtype,
-        # Casting inputs would also round the rotary tables; activations take the weights' dtype by themselves.
-        cast_forward_inputs=False,
-    )
-    pin = mesh.device_type == "cuda"
     shard = functools.partial(
         _replicate if replicate else fully_shard,
         mesh=mesh,
-        offload_policy=CPUOffloadPolicy(pin_memory=pin) if sharding.cpu_offload else OffloadPolicy(),
+        mp_policy=_precision_policy(precision),
+        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        if sharding.cpu_offload
+        else OffloadPolicy(),
     )
-    after_forward: bool | int = sharding.reshard_group or reshard_after_forward
-    heads: list[FSDPModule] = []
-    for index, unit in enumerate(units):
-        modules = [model.get_submodule(fqn) for fqn in unit.modules]
-        for module, fqn in zip(modules, unit.modules, strict=True):
-            _refuse_direct_forward(module, fqn)
-        is_kept = sharding.keep_last_unit and index == len(units) - 1
-        shard(
-            modules if len(modules) > 1 else modules[0],
-            reshard_after_forward=False if is_kept else after_forward,
-            mp_policy=policy,
-        )
-        heads.append(modules[0])  # type: ignore[arg-type]  # fully_shard has made it an FSDPModule
+    _shard_units(model, units, shard, sharding.reshard_group or reshard_after_forward, kept_unit(units, sharding))
     _refuse_direct_forward(model, type(model).__name__)
+    for fqn, module in _left_in_root(model, units).items():
+        _refuse_direct_forward(module, fqn, instead="the whole model")
     # The root is needed again as soon as backward starts, so by default it stays unsharded until then.
-    shard(model, mp_policy=policy)
+    shard(model)
     model.register_forward_hook(_reshard_after_evaluation)
-    _prefetch(heads, sharding)
+    _prefetch(model, units, sharding)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Every axis sums (the loss is already divided by the global token count); gloo has no PREMUL_SUM.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_units(
+    model: nn.Module, units: Sequence[Unit], shard: Callable[..., Any], after_forward: bool | int, kept: Unit | None
+) -> None:
+    for unit in units:
+        modules = [model.get_submodule(fqn) for fqn in unit.modules]
+        if not unit.backward_needs_weights:
+            _gather_in_backward_if_kept(modules)
+        for module, fqn in zip(modules, unit.modules, strict=True):
+            _refuse_direct_forward(module, fqn)
+        reshard = False if unit is kept else after_forward
+        shard(
+            modules if len(modules) > 1 else modules[0],
+            # What backward does without need not wait for it.
+            reshard_after_forward=reshard if unit.backward_needs_weights else True,
+        )
+
+
+def _precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=precision.compute_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        # Casting inputs would also round the rotary tables; activations take the weights' dtype by themselves.
+        cast_forward_inputs=False,
+    )
 
 
 def _replicate(
@@ -129,14 +143,49 @@ def _replicate(
     return replicate(module, **options)
 
 
-def _prefetch(units: Sequence[FSDPModule], sharding: Sharding) -> None:
+def _prefetch(model: nn.Module, units: Sequence[Unit], sharding: Sharding) -> None:
     """Tells each unit which ones to gather while it computes."""
+
+    def first_module(unit: Unit) -> FSDPModule:
+        return model.get_submodule(unit.modules[0])  # type: ignore[return-value]  # fully_shard has made it one
+
     for index, unit in enumerate(units):
         if sharding.forward_prefetch:
-            unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + sharding.forward_prefetch]))
+            ahead = units[index + 1 : index + 1 + sharding.forward_prefetch]
+            first_module(unit).set_modules_to_forward_prefetch([first_module(each) for each in ahead])
         if sharding.backward_prefetch:
-            before = units[max(0, index - sharding.backward_prefetch) : index]
-            unit.set_modules_to_backward_prefetch(list(reversed(before)))
+            ahead = units[max(0, index - sharding.backward_prefetch) : index][::-1]
+            first_module(unit).set_modules_to_backward_prefetch([first_module(each) for each in ahead])
+
+
+def _gather_in_backward_if_kept(modules: Sequence[nn.Module]) -> None:
+    """Spares a unit's gather in backward, unless its forward has kept one of its weights for that."""
+    kept = False
+
+    def watch(module: nn.Module) -> None:
+        inner = module.forward
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            weights = {local_part(each).untyped_storage().data_ptr() for each in module.parameters()} - {0}
+
+            def pack(tensor: Tensor) -> Tensor:
+                nonlocal kept
+                kept = kept or local_part(tensor).untyped_storage().data_ptr() in weights
+                return tensor
+
+            nonlocal kept
+            kept = kept and module is not modules[0]
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                output = inner(*args, **kwargs)
+            if torch.is_grad_enabled():
+                module.set_unshard_in_backward(kept)  # type: ignore[operator]  # fully_shard has made it an FSDPModule
+            return output
+
+        module.forward = forward
+
+    for module in modules:
+        watch(module)
 
 
 def _reshard_after_evaluation(model: nn.Module, _inputs: object, _output: object) -> None:
@@ -154,7 +203,17 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _refuse_direct_forward(module: nn.Module, fqn: str) -> None:
+def _left_in_root(model: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Module]:
+    """Modules below the root whose own parameters no unit takes."""
+    within = tuple(f"{fqn}." for unit in units for fqn in unit.modules)
+    return {
+        fqn: module
+        for fqn, module in model.named_modules()
+        if fqn and not f"{fqn}.".startswith(within) and next(module.parameters(recurse=False), None) is not None
+    }
+
+
+def _refuse_direct_forward(module: nn.Module, fqn: str, instead: str = "the module itself") -> None:
     """Makes `module.forward(...)` say what is wrong: it skips the hooks that gather the parameters."""
     inner = module.forward
     entered = False
@@ -168,7 +227,7 @@ def _refuse_direct_forward(module: nn.Module, fqn: str) -> None:
         nonlocal entered
         if not entered:
             raise RuntimeError(
-                f"the parameters of {fqn} would be used while sharded; call the module itself, not its .forward()"
+                f"the parameters of {fqn} would be used while sharded; call {instead}, not its .forward()"
             )
         entered = False
         return inner(*args, **kwargs)

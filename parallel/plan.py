@@ -55,10 +55,14 @@ class Unit:
     Attributes:
         modules: Their fqns, in the order in which they run.
         view: The view of the mesh that shards their parameters.
+        backward_needs_weights: False where backward does without the values of their parameters, as that of an
+            embedding does; they are then not kept or gathered for it. A forward that does keep one for backward, as
+            a head that is asked for logits, is noticed and costs a gather.
     """
 
     modules: tuple[str, ...]
     view: str = "fsdp"
+    backward_needs_weights: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

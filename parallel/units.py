@@ -1,6 +1,6 @@
 """Chooses the modules whose parameters travel in one all-gather."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
@@ -23,6 +23,17 @@ def choose_units(model: nn.Module, plan: ParallelPlan, sharding: Sharding) -> tu
     if sharding.units == "size":
         return units_by_size(model, sharding.unit_min_parameters, tied=plan.tied)
     return plan.units
+
+
+def kept_unit(units: Sequence[Unit], sharding: Sharding) -> Unit | None:
+    """The unit that stays gathered from forward to backward where the others do not.
+
+    Args:
+        units: In the order in which they run.
+        sharding: Whether there is one.
+    """
+    needed = [unit for unit in units if unit.backward_needs_weights]
+    return needed[-1] if needed and sharding.keep_last_unit else None
 
 
 def units_by_size(model: nn.Module, min_parameters: int, *, tied: tuple[tuple[str, ...], ...] = ()) -> tuple[Unit, ...]:

@@ -31,8 +31,10 @@ def llama_plan(config: LlamaConfig) -> ParallelPlan:
     fqns = [f"blocks.{index}" for index in range(config.num_layers)]
     units = tuple(Unit(modules=(fqn,)) for fqn in fqns)
     if not config.tied_embeddings:
-        # A tied weight cannot be in two units, so embedding and head then stay in the root.
-        units = (Unit(modules=("embed",)), *units, Unit(modules=("norm", "head")))
+        # A tied weight cannot be in two units, so embedding and head then stay in the root. The head computes its
+        # gradients in forward, but the norm before it needs its weight in backward and is left to the root.
+        embed, head = (Unit(modules=(name,), backward_needs_weights=False) for name in ("embed", "head"))
+        units = (embed, *units, head)
     cost = 2.0 * config.num_matmul_parameters_per_block
     return ParallelPlan(
         shape=config.shape,

@@ -20,8 +20,9 @@ FLOAT = 8  # the small model is float64
 D, V, L = CONFIG.width, CONFIG.vocab_size, CONFIG.num_layers
 EMBED = V * D * FLOAT
 BLOCK = (CONFIG.num_matmul_parameters_per_block + 2 * D) * FLOAT
-HEAD = (V * D + D) * FLOAT
-UNITS = [EMBED, *[BLOCK] * L, HEAD]
+HEAD = V * D * FLOAT
+NORM = D * FLOAT  # the last one, which the root holds
+UNITS = [EMBED, *[BLOCK] * L, HEAD, NORM]
 COUNT = 4 * 8  # valid tokens, refusals, micro-batches and their square, int64
 LOSS = 8  # the summed loss, float64
 
@@ -36,9 +37,13 @@ def step_scalars(view: str) -> list[tuple[str, str, str, int]]:
 
 
 def full_shard(view: str) -> list[tuple[str, str, str, int]]:
-    """A unit is gathered in forward, freed, gathered again in backward, and its gradient reduce-scattered."""
+    """Units are gathered in forward; backward needs blocks again; each gradient is reduce-scattered.
+
+    Embedding and head compute their gradients without weights, and the root stays gathered.
+    """
     return [
-        *[("all_gather", view, phase, unit) for phase in ("forward", "backward") for unit in UNITS],
+        *[("all_gather", view, "forward", unit) for unit in UNITS],
+        *[("all_gather", view, "backward", BLOCK)] * L,
         *[("reduce_scatter", view, "backward", unit) for unit in UNITS],
     ]
 
@@ -110,7 +115,7 @@ CASES: dict[str, tuple[int, dict[str, Any], int, list[tuple[str, str, str, int]]
         # After forward each pair of ranks keeps the whole between them, and gathers it again without the others.
         [
             *[("all_gather", "fsdp", "forward", unit) for unit in UNITS],
-            *[("all_gather", "other", "backward", unit) for unit in UNITS],
+            *[("all_gather", "other", "backward", BLOCK)] * L,
             *[("reduce_scatter", "fsdp", "backward", unit) for unit in UNITS],
             *step_scalars("fsdp"),
         ],
@@ -119,11 +124,8 @@ CASES: dict[str, tuple[int, dict[str, Any], int, list[tuple[str, str, str, int]]
         2,
         {"sharding": Sharding(keep_last_unit=True)},
         1,
-        [
-            each
-            for each in full_shard("fsdp") + step_scalars("fsdp")
-            if each != ("all_gather", "fsdp", "backward", HEAD)
-        ],
+        # The last one that backward needs is a block.
+        [*shard_grad_op("fsdp"), *[("all_gather", "fsdp", "backward", BLOCK)] * (L - 1), *step_scalars("fsdp")],
     ),
     "explicit prefetch gathers nothing twice": (
         2,
@@ -215,7 +217,7 @@ def zero1_step() -> tuple[int, int]:
 def test_bf16_gathers_and_float32_reductions_send_two_and_four_bytes_an_element() -> None:
     for gathered, reduced in run_ranks(2, mixed_precision_bytes):
         elements = sum(UNITS) // FLOAT
-        assert gathered == 2 * elements * 2
+        assert gathered == (elements + L * BLOCK // FLOAT) * 2
         assert reduced == elements * 4
 
 

@@ -26,14 +26,15 @@ def test_a_direct_call_of_forward_says_what_is_wrong_and_does_no_harm() -> None:
     for size, config in ((1, ParallelConfig()), (2, ParallelConfig()), (2, ParallelConfig(tp=2))):
         for messages, before, after in run_ranks(size, direct_calls, config):
             for message, name in zip(messages, ("Llama", "embed", "blocks.0", "norm", "head"), strict=True):
+                instead = "the whole model" if name == "norm" else "the module itself"
                 assert message == (
-                    f"the parameters of {name} would be used while sharded; call the module itself, not its .forward()"
+                    f"the parameters of {name} would be used while sharded; call {instead}, not its .forward()"
                 )
             assert before == after
 
 
 def direct_calls(config: ParallelConfig) -> tuple[list[str], float, float]:
-    """Messages of the root, a unit, and both modules of a shared unit; then the loss of two steps alike."""
+    """Messages of the root, of units, and of a module that lies in the root; the loss of a step before and after."""
     trained, messages = build(config, MODEL), []
     before = trained.forward_backward(batches(trained.mesh, 0)).loss
     hidden = torch.ones(2, 8, 64, dtype=torch.float64)
@@ -155,6 +156,28 @@ def ties(fields: dict[str, Any]) -> tuple[list[bool], list[str], int, bool]:
     num_entries = sum(len(group["params"]) for group in optimizer.param_groups)
     weights = [whole(trained.source.get_parameter(f"{name}.weight")) for name in ("embed", "head")]
     return same, list(trained.named_parameters()), num_entries, torch.equal(*weights)
+
+
+@pytest.mark.parametrize("fields", [{}, {"strategy": "shard_grad_op"}, {"tp": 2}, {"tp": 2, "dp_shard": 2}])
+def test_logits_whose_gradient_is_taken_keep_the_weights_of_the_head_for_it(fields: dict[str, Any]) -> None:
+    config = ParallelConfig(**fields)
+    (reference,) = run_ranks(1, gradients_through_logits, ParallelConfig(data_parallel="none"))
+    for found in run_ranks(4 if fields.get("dp_shard") else 2, gradients_through_logits, config):
+        for fqn, gradient in reference.items():
+            torch.testing.assert_close(found[fqn], gradient, rtol=1e-12, atol=1e-15)
+
+
+def gradients_through_logits(config: ParallelConfig) -> dict[str, torch.Tensor]:
+    """Gradients of a loss that a user computes from the logits, between two usual steps."""
+    trained = build(config, MODEL)
+    trained.forward_backward(batches(trained.mesh, 0))
+    for each in trained.named_parameters().values():
+        each.grad = None
+    (trained.model(tokens()).square().mean() / trained.mesh.degree("dp")).backward()
+    gradients = {fqn: whole(each.grad) for fqn, each in trained.named_parameters().items() if each.grad is not None}
+    assert len(gradients) == len(trained.named_parameters())
+    trained.forward_backward(batches(trained.mesh, 0))
+    return gradients
 
 
 def test_a_unit_over_another_view_is_refused() -> None:

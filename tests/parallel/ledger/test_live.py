@@ -20,6 +20,9 @@ FLOAT, BFLOAT = 4, 2
 BLOCK = [(D, D, 0), (KV, D, 0), (KV, D, 0), (D, D, 1), (F, D, 0), (F, D, 0), (D, F, 1), (D, 1, None), (D, 1, None)]
 ALL = [(V, D, 0), *BLOCK * L, (D, 1, None), (V, D, 0)]
 TIED = ALL[:-1]
+# What is gathered at the end of forward: the root; the units whose backward needs weights.
+NORM = [(D, 1, None)]
+NEEDED = [*BLOCK * L, *NORM]
 Parameters = list[tuple[int, int, int | None]]
 
 
@@ -61,37 +64,45 @@ def measure(fields: dict[str, Any], tied: bool) -> Moments:
 
 # Layout, tied embeddings; ranks that share a copy, tp; elements gathered at the end of forward, bytes of each.
 CASES: dict[str, tuple[int, dict[str, Any], bool, int, int, Parameters, int]] = {
-    "full_shard frees every unit": (2, {}, False, 2, 1, [], FLOAT),
+    "full_shard frees every unit and keeps the last norm, which is in the root": (2, {}, False, 2, 1, NORM, FLOAT),
     "full_shard keeps the tied embedding, which is in the root": (2, {}, True, 2, 1, [(V, D, 0), (D, 1, None)], FLOAT),
-    "uneven shards count their largest": (3, {}, False, 3, 1, [], FLOAT),
-    "shard_grad_op keeps everything": (2, {"strategy": "shard_grad_op"}, False, 2, 1, ALL, FLOAT),
+    "uneven shards count their largest": (3, {}, False, 3, 1, [(3 * ceil(D / 3), 1, None)], FLOAT),
+    "shard_grad_op keeps what backward needs": (2, {"strategy": "shard_grad_op"}, False, 2, 1, NEEDED, FLOAT),
     "in bf16 what is gathered is half as large": (
         2,
         {"strategy": "shard_grad_op", "precision": Precision(compute="bfloat16", reduce="float32")},
         False,
         2,
         1,
-        ALL,
+        NEEDED,
         BFLOAT,
     ),
-    "hybrid_shard shares within a group": (4, {"strategy": "hybrid_shard", "dp_replicate": 2}, False, 2, 1, [], FLOAT),
-    "hybrid_shard_zero2 keeps everything": (
+    "hybrid_shard shares within a group": (
+        4,
+        {"strategy": "hybrid_shard", "dp_replicate": 2},
+        False,
+        2,
+        1,
+        NORM,
+        FLOAT,
+    ),
+    "hybrid_shard_zero2 keeps what backward needs": (
         4,
         {"strategy": "hybrid_shard_zero2", "dp_replicate": 2},
         False,
         2,
         1,
-        ALL,
+        NEEDED,
         FLOAT,
     ),
-    "tp splits all but the norms": (2, {"tp": 2}, False, 1, 2, [], FLOAT),
-    "the last unit can be kept": (
+    "tp splits all but the norms": (2, {"tp": 2}, False, 1, 2, NORM, FLOAT),
+    "the last block can be kept": (
         2,
         {"sharding": Sharding(keep_last_unit=True)},
         False,
         2,
         1,
-        [(D, 1, None), (V, D, 0)],
+        [*BLOCK, *NORM],
         FLOAT,
     ),
     "one unit of the whole model is kept": (2, {"sharding": Sharding(units="model")}, False, 2, 1, ALL, FLOAT),
