@@ -1,0 +1,170 @@
+"""What a layout makes of a model's parameters, as data: units, splits over `tp`, and what stays gathered."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+from parallel.config import ParallelConfig
+from parallel.plan import ParallelPlan, TensorParallelStyle, matching
+from parallel.traits import TRAITS
+from parallel.units import choose_units, kept_unit
+
+# Along which dim `tp` splits weights of a style; a bias only along its first. Other styles split nothing.
+_SPLIT: Mapping[TensorParallelStyle, int] = {"embedding": 0, "colwise": 0, "head": 0, "rowwise": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """One parameter of the whole model.
+
+    Attributes:
+        fqn: Its name.
+        shape: Size per dim, unsharded.
+        dtype: Type in which it is stored.
+        trainable: Whether it gets a gradient.
+        tp_dim: Dim that `tp` splits; None: every rank of `tp` holds it whole.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    tp_dim: int | None
+
+    def split(self, tp: int, tp_rank: int) -> tuple[int, ...]:
+        """Shape of the part that one rank of `tp` holds before any other sharding; the last ones may hold less.
+
+        Args:
+            tp: Ranks that share the matrix.
+            tp_rank: The rank among them.
+        """
+        if self.tp_dim is None:
+            return self.shape
+        size = part(self.shape[self.tp_dim], tp, tp_rank)
+        return (*self.shape[: self.tp_dim], size, *self.shape[self.tp_dim + 1 :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSpec:
+    """Parameters that travel together.
+
+    Attributes:
+        parameters: Tied ones once.
+        kept: Whether it stays gathered from forward to backward.
+        gathered_again: Whether it is gathered in backward.
+    """
+
+    parameters: tuple[ParameterSpec, ...]
+    kept: bool
+    gathered_again: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParts:
+    """A model in a layout.
+
+    Attributes:
+        config: The layout with every degree resolved.
+        plan: What the model declares.
+        styles: Style of each module that `tp` touches, by fqn.
+        units: Sharding units in the order in which they run; the last is the root, which holds what is left.
+    """
+
+    config: ParallelConfig
+    plan: ParallelPlan
+    styles: Mapping[str, TensorParallelStyle]
+    units: tuple[UnitSpec, ...]
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """All parameters, unit after unit."""
+        return tuple(parameter for unit in self.units for parameter in unit.parameters)
+
+
+def model_parts(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) -> ModelParts:
+    """Describes a model in a layout.
+
+    Args:
+        model: The whole model, which may be on meta, before or after `parallelize`, between steps.
+        config: The layout with every degree resolved.
+        plan: What the model declares.
+    """
+    units = choose_units(model, plan, config.sharding)
+    aliases = {name for names in plan.tied for name in names[1:]}
+    modules = dict(model.named_modules())
+    styles = {fqn: style for pattern, style in plan.tensor_parallel.items() for fqn in matching(pattern, modules)}
+    members: list[list[ParameterSpec]] = [[] for _ in (*units, "root")]
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        if fqn in aliases:
+            continue
+        around = [
+            (len(name), index)
+            for index, unit in enumerate(units)
+            for name in unit.modules
+            if fqn.startswith(f"{name}.")
+        ]
+        style = styles.get(fqn.rpartition(".")[0])
+        tp_dim = _SPLIT.get(style) if style is not None else None
+        spec = ParameterSpec(
+            fqn=fqn,
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            trainable=parameter.requires_grad,
+            tp_dim=tp_dim if tp_dim is not None and tp_dim < parameter.dim() else None,
+        )
+        members[max(around, default=(0, len(units)))[1]].append(spec)
+    frees = config.resolved_strategy in ("full_shard", "hybrid_shard")
+    kept = kept_unit(units, config.sharding)
+    specs: list[UnitSpec] = []
+    for unit, own in zip(units, members, strict=False):
+        is_kept = unit.backward_needs_weights and (unit is kept or not frees)
+        again = unit.backward_needs_weights and not is_kept
+        specs.append(UnitSpec(parameters=tuple(own), kept=is_kept, gathered_again=again))
+    # The root is needed again as soon as backward starts.
+    specs.append(UnitSpec(parameters=tuple(members[-1]), kept=True, gathered_again=False))
+    return ModelParts(config=config, plan=plan, styles=styles, units=tuple(specs))
+
+
+def part(size: int, ranks: int, rank: int) -> int:
+    """Rows of a rank where each takes as many as the first, as torch chunks: the last ones get less or none.
+
+    Args:
+        size: Rows in all.
+        ranks: Ranks that share them.
+        rank: The rank.
+    """
+    rows = -(-size // ranks)
+    return max(0, min(rows, size - rank * rows))
+
+
+def padded(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of a tensor whose rows are filled up to a multiple of the ranks.
+
+    Args:
+        shape: Size per dim.
+        ranks: Ranks that share the rows.
+    """
+    return -(-shape[0] // ranks) * ranks * prod(shape[1:])
+
+
+def is_unit_based(config: ParallelConfig) -> bool:
+    """Whether parameters travel unit by unit: torch's DDP takes no DTensors, so under `tp` units replace its buckets.
+
+    Args:
+        config: The layout.
+    """
+    return TRAITS[config.data_parallel].shards or (TRAITS[config.data_parallel].has_buckets and config.tp > 1)
+
+
+def num_reductions(config: ParallelConfig, num_micro_batches: int) -> int:
+    """How often a step sums gradients over ranks.
+
+    Args:
+        config: The layout.
+        num_micro_batches: Micro-batches of a rank.
+    """
+    each = TRAITS[config.data_parallel].sums_each_micro_batch and config.reduce_gradients != "last"
+    return num_micro_batches if each else 1

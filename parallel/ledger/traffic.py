@@ -1,0 +1,68 @@
+"""Predicts the payload of every collective of a training step from the layout alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallel.gradients import SHARDING_VIEWS
+from parallel.ledger.parts import ModelParts
+from parallel.ledger.term import Term, channel
+from parallel.ledger.traffic_of_parameters import parameter_terms
+from parallel.ledger.traffic_of_tensor_parallel import tensor_parallel_terms
+
+INT64 = FLOAT64 = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What one rank computes in a step.
+
+    Attributes:
+        num_micro_batches: Its micro-batches.
+        num_tokens: Tokens of all of them, ignored ones too.
+        clips: Whether the gradient norm is measured.
+    """
+
+    num_micro_batches: int
+    num_tokens: int
+    clips: bool
+
+
+def predict_traffic(parts: ModelParts, step: StepShape, tp_rank: int = 0) -> tuple[Term, ...]:
+    """What one rank sends in a step: forward, backward, clipping and the optimizer.
+
+    Terms add up to the byte to what `CollectiveCounter` counts, see `traffic` and `counted_traffic`. DDP's first
+    two steps, which agree on the order of buckets, send more.
+
+    Args:
+        parts: The model in its layout.
+        step: What a rank computes.
+        tp_rank: Place of the rank along `tp`; where a vocabulary does not divide, the last ones hold less.
+    """
+    return tuple(
+        term
+        for term in (
+            *_agreements(parts),
+            *parameter_terms(parts, step.num_micro_batches, tp_rank),
+            *tensor_parallel_terms(parts, step.num_micro_batches, step.num_tokens),
+            *(_norm(parts) if step.clips else ()),
+        )
+        if term.channel.ranks > 1 and term.payload_bytes
+    )
+
+
+def _agreements(parts: ModelParts) -> Iterator[Term]:
+    """What ranks tell each other around the model."""
+    over = channel(parts.config, "all_reduce", "loss", "forward")
+    # Valid tokens, refusals, micro-batches and their square.
+    yield Term(name="token count", channel=over, payload_bytes=4 * INT64)
+    yield Term(name="loss", channel=over, payload_bytes=FLOAT64)
+    # Least and most of a hash of the micro-batches: ranks that share matrices need the same ones.
+    tp = channel(parts.config, "all_reduce", "tp", "forward")
+    yield Term(name="same batches", channel=tp, payload_bytes=2 * INT64)
+
+
+def _norm(parts: ModelParts) -> Iterator[Term]:
+    """A sum for each set of views that a parameter may be sharded along, sent over each view of the set."""
+    for view in SHARDING_VIEWS:
+        over = channel(parts.config, "all_reduce", view, "forward")
+        yield Term(name="gradient norm", channel=over, payload_bytes=2 ** (len(SHARDING_VIEWS) - 1) * FLOAT64)

@@ -1,0 +1,110 @@
+"""Predicts what parameters, gradients and optimizer state send: the data-parallel part of a step."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import prod
+
+from parallel.config import ParallelConfig
+from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, is_unit_based, num_reductions, padded
+from parallel.ledger.term import Channel, Term, channel, elements
+from parallel.traits import TRAITS
+
+INT32 = 4
+
+
+def parameter_terms(parts: ModelParts, num_micro_batches: int, tp_rank: int) -> Iterator[Term]:
+    """Terms of one step.
+
+    Args:
+        parts: The model in its layout.
+        num_micro_batches: Micro-batches of a rank.
+        tp_rank: Place of the rank along `tp`.
+    """
+    config, traits = parts.config, TRAITS[parts.config.data_parallel]
+    if is_unit_based(config):
+        for unit in parts.units:
+            yield from _repeated(_gathers(unit, config, tp_rank), num_micro_batches)
+            yield from _repeated(_reductions(unit, config, tp_rank), num_reductions(config, num_micro_batches))
+    elif traits.has_buckets:
+        yield from _buckets(parts)
+        if traits.splits_optimizer_rows:
+            yield from _updated_rows(parts)
+
+
+def _gathers(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterator[Term]:
+    """A unit is gathered for its forward, and for its backward too where it was freed between them."""
+    forward = channel(config, "all_gather", "fsdp", "forward")
+    yield from _parameters("parameters", forward, unit.parameters, config, tp_rank)
+    if config.resolved_strategy not in ("full_shard", "hybrid_shard"):
+        return
+    backward = channel(config, "all_gather", "fsdp", "backward")
+    if config.sharding.reshard_group:
+        # Its ranks are no view of the mesh.
+        backward = replace(backward, view="other", ranks=config.sharding.reshard_group)
+    again = list(_parameters("parameters again", backward, unit.parameters, config, tp_rank))
+    yield from again
+    if not unit.gathered_again:
+        saved = sum(term.payload_bytes for term in again)
+        name = "parameters again: units still there" if unit.kept else "parameters again: units not needed"
+        yield Term(name=name, channel=backward, payload_bytes=-saved)
+
+
+def _parameters(
+    name: str, where: Channel, parameters: Iterable[ParameterSpec], config: ParallelConfig, tp_rank: int
+) -> Iterator[Term]:
+    for parameter in parameters:
+        local = parameter.split(config.tp, tp_rank)
+        dtype = config.precision.compute_dtype or parameter.dtype
+        sent = padded(local, _degree(config))
+        yield from elements(name, where, prod(local), sent=sent, stored=parameter.dtype, dtype=dtype)
+
+
+def _reductions(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterator[Term]:
+    """Gradients are summed over the ranks that share a unit, and each rank's part over the replicas."""
+    shards = _degree(config)
+    scatter = channel(config, "reduce_scatter", "fsdp", "backward")
+    replicas = channel(config, "all_reduce", "dp_replicate", "backward")
+    for parameter in unit.parameters:
+        if not parameter.trainable:
+            continue
+        stored, precision = parameter.dtype, config.precision
+        dtype = precision.reduce_dtype or precision.compute_dtype or stored
+        local = parameter.split(config.tp, tp_rank)
+        sent = padded(local, shards)
+        yield from elements("gradients", scatter, prod(local), sent=sent, stored=stored, dtype=dtype)
+        own = sent // shards
+        yield from elements("gradients over replicas", replicas, own, sent=own, stored=stored, dtype=dtype)
+
+
+def _buckets(parts: ModelParts) -> Iterator[Term]:
+    """Each gradient travels once, in whichever bucket."""
+    over = channel(parts.config, "all_reduce", "dp", "backward")
+    trainable = [each for each in parts.parameters if each.trainable]
+    for each in trainable:
+        dtype, count = parts.config.precision.reduce_dtype or each.dtype, prod(each.shape)
+        yield from elements("gradients", over, count, sent=count, stored=each.dtype, dtype=dtype)
+    if parts.config.buckets.find_unused_parameters:
+        yield Term(name="used parameters", channel=over, payload_bytes=len(trainable) * INT32)
+
+
+def _updated_rows(parts: ModelParts) -> Iterator[Term]:
+    """After the optimizer each rank sends its rows, as many as the rank with most."""
+    over = channel(parts.config, "all_gather", "dp", "forward")
+    for each in parts.parameters:
+        if each.trainable:
+            sent = padded(each.shape, over.ranks)
+            yield from elements("updated rows", over, prod(each.shape), sent=sent, stored=each.dtype, dtype=each.dtype)
+
+
+def _repeated(terms: Iterable[Term], times: int) -> Iterator[Term]:
+    for term in terms:
+        yield term
+        if times > 1:
+            yield Term(
+                name="further micro-batches", channel=term.channel, payload_bytes=(times - 1) * term.payload_bytes
+            )
+
+
+def _degree(config: ParallelConfig) -> int:
+    """Ranks that share one copy of the parameters."""
+    return config.dp_shard * config.cp

@@ -1,0 +1,121 @@
+"""Predicts what `tp` sends: activations at the borders of split modules, and the loss over a split vocabulary."""
+
+from collections.abc import Iterable, Iterator
+from math import prod
+
+import torch
+
+from parallel.activation_checkpoint import POLICIES, REDUCTIONS
+from parallel.ledger.parts import ModelParts, num_reductions
+from parallel.ledger.term import Term, channel
+from parallel.plan import TensorParallelStyle
+
+READERS: tuple[TensorParallelStyle, ...] = ("gather_input", "head")
+"""Styles that need the whole residual stream."""
+
+WRITERS: tuple[TensorParallelStyle, ...] = ("embedding", "rowwise")
+"""Styles whose outputs are partial sums of it."""
+
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+
+def tensor_parallel_terms(parts: ModelParts, num_micro_batches: int, num_tokens: int) -> Iterator[Term]:
+    """Terms of one step.
+
+    Args:
+        parts: The model in its layout.
+        num_micro_batches: Micro-batches of a rank.
+        num_tokens: Tokens of all of them; ranks of one `tp` group have the same ones.
+    """
+    if parts.config.tp == 1:
+        return
+    yield from _activations(parts, num_tokens)
+    yield from _loss(parts, num_tokens)
+    yield from _norms(parts, num_micro_batches)
+
+
+def _activations(parts: ModelParts, num_tokens: int) -> Iterator[Term]:
+    """The residual stream is gathered before each module that reads it whole, and what modules write is summed.
+
+    Backward of a gather is a scattered sum and the reverse. Without sequence parallel every rank has the whole
+    stream, so that nothing is gathered and sums are all-reduces.
+    """
+    config, split = parts.config, parts.config.sequence_parallel
+    hidden = num_tokens * parts.plan.shape.width * _compute_dtype(parts).itemsize
+    over = {
+        phase: (
+            channel(config, "all_gather", "tp", phase) if split else None,
+            channel(config, "reduce_scatter" if split else "all_reduce", "tp", phase),
+        )
+        for phase in ("forward", "backward")
+    }
+    readers, writers = _count(parts, READERS), _count(parts, WRITERS)
+    again_readers, again_writers = _computed_again(parts)
+    sent = (
+        ("activations", over["forward"], (readers, writers)),
+        ("gradients of activations", over["backward"], (writers, readers)),
+        ("activations again", over["backward"], (again_readers, again_writers)),
+    )
+    for name, channels, counts in sent:
+        for where, count in zip(channels, counts, strict=True):
+            if where is not None:
+                yield Term(name=name, channel=where, payload_bytes=count * hidden)
+
+
+def _computed_again(parts: ModelParts) -> tuple[int, int]:
+    """Readers and writers within blocks that run a second time in backward, because nothing kept what they gave."""
+    config = parts.config
+    if config.activation_checkpointing == "none":
+        return 0, 0
+    readers = writers = 0
+    for block in parts.plan.blocks[:: config.activation_checkpoint_every]:
+        inside = f"{block.fqn}."
+        readers += _count(parts, READERS, inside)
+        # Autograd needs nothing of the last sum of a block, so that computing again stops before it.
+        writers += max(0, _count(parts, WRITERS, inside) - 1)
+    if config.activation_checkpointing == "selective":
+        keep = POLICIES[config.activation_checkpoint_policy]()
+        readers = 0 if keep(_GATHER, ()) else readers
+        writers = 0 if all(keep(op, ()) for op in REDUCTIONS) else writers
+    return readers, writers
+
+
+def _count(parts: ModelParts, styles: Iterable[TensorParallelStyle], inside: str = "") -> int:
+    """Modules of some styles whose names begin in some way."""
+    return sum(style in styles and fqn.startswith(inside) for fqn, style in parts.styles.items())
+
+
+def _loss(parts: ModelParts, num_tokens: int) -> Iterator[Term]:
+    """With loss parallel three numbers a token: largest logit, sum of exponentials, target's logit; else the logits."""
+    config, dtype = parts.config, _compute_dtype(parts)
+    if not _count(parts, ["head"]):
+        return
+    if config.loss_parallel:
+        itemsize = max(dtype.itemsize, torch.float32.itemsize)
+        over = channel(config, "all_reduce", "tp", "forward")
+        yield Term(name="loss over the vocabulary", channel=over, payload_bytes=3 * num_tokens * itemsize)
+        return
+    over = channel(config, "all_gather", "tp", "forward")
+    vocab_size = parts.plan.shape.vocab_size
+    yield Term(name="logits", channel=over, payload_bytes=num_tokens * vocab_size * dtype.itemsize)
+    missing = -vocab_size % config.tp
+    yield Term(name="logits: padding", channel=over, payload_bytes=num_tokens * missing * dtype.itemsize)
+
+
+def _norms(parts: ModelParts, num_micro_batches: int) -> Iterator[Term]:
+    """Ranks that each saw a part of the sequence or of the heads add the gradients of weights that all of them hold."""
+    over = channel(parts.config, "all_reduce", "tp", "backward")
+    precision = parts.config.precision
+    styles = ("norm", "head_norm") if parts.config.sequence_parallel else ("head_norm",)
+    times = num_reductions(parts.config, num_micro_batches)
+    # What has been added up over micro-batches has the type in which it will be reduced.
+    wide = precision.reduce_dtype if times < num_micro_batches else None
+    for each in parts.parameters:
+        if each.trainable and parts.styles.get(each.fqn.rpartition(".")[0]) in styles:
+            dtype = wide or precision.compute_dtype or each.dtype
+            payload = times * prod(each.shape) * dtype.itemsize
+            yield Term(name="gradients of norms", channel=over, payload_bytes=payload)
+
+
+def _compute_dtype(parts: ModelParts) -> torch.dtype:
+    return parts.config.precision.compute_dtype or parts.parameters[0].dtype

@@ -1,0 +1,166 @@
+"""Every collective of a step equals what the ledger predicts, to the byte, over layouts, models and precisions."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from models.llama.config import LlamaConfig
+from models.llama.model import Llama
+from models.llama.plan import llama_plan
+from parallel import Buckets, CollectiveCounter, ParallelConfig, Precision, Sharding, Trained
+from parallel.layout import resolve
+from parallel.ledger.parts import model_parts
+from parallel.ledger.term import Term, Traffic, counted_traffic, traffic
+from parallel.ledger.traffic import StepShape, predict_traffic
+from parallel.ledger.wire import central_gather_bytes, ring_bytes
+from parallel.traits import TRAITS
+from tests.parallel.small_model import adamw, batches, build
+from tests.ranks import run_ranks
+
+BF16 = Precision(compute="bfloat16", reduce="float32")
+MODEL = LlamaConfig(num_layers=2)
+P = MODEL.num_parameters * 4
+
+
+def step(trained: Trained, num_micro_batches: int) -> tuple[Traffic, tuple[Term, ...]]:
+    """What this rank sent in a step of training, and the terms that were predicted before it."""
+    mine = batches(trained.mesh, 0, num_micro_batches)
+    optimizer = trained.build_optimizer(adamw)
+    parts = model_parts(trained.source, trained.config, trained.plan)
+    shape = StepShape(
+        num_micro_batches=num_micro_batches, num_tokens=sum(each.tokens.numel() for each in mine), clips=True
+    )
+    predicted = predict_traffic(parts, shape, trained.mesh.coordinate("tp"))
+    # In the first three steps DDP agrees on the order of its buckets.
+    for _ in range(4 if TRAITS[trained.config.data_parallel].has_buckets else 1):
+        with CollectiveCounter(trained.mesh) as counter:
+            trained.forward_backward(mine)
+            trained.clip_gradients(1.0)
+            optimizer.step()
+    return counted_traffic(counter.records), predicted
+
+
+def both(fields: dict[str, Any], model: dict[str, Any], num_micro_batches: int, frozen: tuple[str, ...]) -> Any:
+    config = LlamaConfig(**{"num_layers": 2, **model})
+    trained = build(ParallelConfig(**fields), config, dtype=torch.float32, frozen=frozen)
+    return step(trained, num_micro_batches)
+
+
+HYBRID = {"dp_replicate": 2, "strategy": "hybrid_shard"}
+# Ranks, layout, model, micro-batches.
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
+    "full_shard": (2, {}, {}, 1),
+    "full_shard with rows that do not divide": (3, {}, {}, 1),
+    "full_shard in bf16, accumulating": (2, {"precision": BF16}, {}, 2),
+    "full_shard in bf16 all through": (2, {"precision": Precision(compute="bfloat16")}, {}, 1),
+    "full_shard, reduced last": (2, {"reduce_gradients": "last"}, {}, 3),
+    "full_shard, tied embeddings in the root": (2, {}, {"tied_embeddings": True}, 1),
+    "full_shard, last unit kept": (2, {"sharding": Sharding(keep_last_unit=True)}, {}, 1),
+    "full_shard, one unit": (2, {"sharding": Sharding(units="model")}, {}, 1),
+    "full_shard, units by size": (2, {"sharding": Sharding(units="size", unit_min_parameters=5000)}, {}, 1),
+    "full_shard, resharding to pairs": (4, {"sharding": Sharding(reshard_group=2)}, {}, 1),
+    "full_shard, prefetch": (2, {"sharding": Sharding(forward_prefetch=1, backward_prefetch=2)}, {}, 1),
+    "shard_grad_op": (2, {"strategy": "shard_grad_op", "precision": BF16}, {}, 2),
+    "hybrid_shard": (4, HYBRID | {"precision": BF16}, {}, 1),
+    "hybrid_shard_zero2": (4, HYBRID | {"strategy": "hybrid_shard_zero2"}, {}, 2),
+    "hybrid_shard of one rank a group": (2, HYBRID, {}, 1),
+    "no_shard": (2, {"strategy": "no_shard", "precision": BF16}, {}, 2),
+    "ddp": (3, {"data_parallel": "ddp"}, {}, 2),
+    "ddp in bf16 with small buckets": (
+        2,
+        {"data_parallel": "ddp", "precision": BF16, "buckets": Buckets(bucket_cap_mb=0.05)},
+        {},
+        1,
+    ),
+    "ddp that sums in bf16": (2, {"data_parallel": "ddp", "precision": Precision(reduce="bfloat16")}, {}, 1),
+    "ddp that looks for unused parameters": (
+        2,
+        {"data_parallel": "ddp", "buckets": Buckets(find_unused_parameters=True)},
+        {},
+        1,
+    ),
+    "ddp with a static graph": (2, {"data_parallel": "ddp", "buckets": Buckets(static_graph=True)}, {}, 1),
+    "zero1": (3, {"data_parallel": "zero1"}, {}, 2),
+    "tp": (2, {"tp": 2}, {"attention_bias": True}, 2),
+    "tp in bf16, normalized heads": (2, {"tp": 2, "precision": BF16}, {"qk_norm": True}, 2),
+    "tp, tied embeddings": (2, {"tp": 2}, {"tied_embeddings": True}, 1),
+    "tp, gathered logits of a vocabulary that does not divide": (
+        2,
+        {"tp": 2, "loss_parallel": False, "precision": BF16},
+        {"vocab_size": 261},
+        1,
+    ),
+    "tp without sequence parallel": (2, {"tp": 2, "sequence_parallel": False}, {"qk_norm": True}, 1),
+    "tp in bf16, reduced last": (2, {"tp": 2, "precision": BF16, "reduce_gradients": "last"}, {}, 3),
+    "tp, recomputed": (2, {"tp": 2, "activation_checkpointing": "full"}, {}, 1),
+    "tp, every second block recomputed without sequence parallel": (
+        2,
+        {
+            "tp": 2,
+            "activation_checkpointing": "full",
+            "activation_checkpoint_every": 2,
+            "sequence_parallel": False,
+        },
+        {"num_layers": 3},
+        1,
+    ),
+    "tp, selectively recomputed": (2, {"tp": 2, "activation_checkpointing": "selective"}, {}, 1),
+    "full_shard x tp": (4, {"dp_shard": 2, "tp": 2, "precision": BF16}, {"vocab_size": 261}, 2),
+    "ddp x tp": (4, {"data_parallel": "ddp", "tp": 2}, {}, 2),
+    "no_shard x tp": (4, {"strategy": "no_shard", "tp": 2}, {}, 1),
+    "one process": (1, {"data_parallel": "none"}, {}, 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_predicted_payloads_equal_the_counted_ones(name: str) -> None:
+    world_size, fields, model, num_micro_batches = CASES[name]
+    for counted, terms in run_ranks(world_size, both, fields, model, num_micro_batches, ()):
+        assert traffic(terms) == counted
+
+
+FROZEN = ("embed.weight", "blocks.0.attention.q_proj.weight", "norm.weight", "head.weight")
+
+
+@pytest.mark.parametrize("name", ["full_shard", "ddp", "zero1"])
+def test_frozen_parameters_are_gathered_and_send_no_gradient(name: str) -> None:
+    world_size, fields, model, num_micro_batches = CASES[name]
+    for counted, terms in run_ranks(world_size, both, fields, model, num_micro_batches, FROZEN):
+        assert traffic(terms) == counted
+
+
+def wire_bytes(name: str) -> float:
+    """What rank 0 sends around rings by the terms that textbooks know; nothing is run for that."""
+    world_size, fields, model, num_micro_batches = CASES[name]
+    model_config = LlamaConfig(**{"num_layers": 2, **model})
+    with torch.device("meta"):
+        whole = Llama(model_config)
+    parts = model_parts(whole, resolve(ParallelConfig(**fields), world_size), llama_plan(model_config))
+    known = {"parameters", "parameters again", "gradients", "gradients over replicas", "updated rows"}
+    terms = predict_traffic(parts, StepShape(num_micro_batches=num_micro_batches, num_tokens=64, clips=True))
+    return sum(
+        ring_bytes(term.channel.kind, term.payload_bytes, term.channel.ranks) for term in terms if term.name in known
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "ideal"),
+    [
+        ("ddp", 2 * P * 2 / 3),
+        ("zero1", 3 * P * 2 / 3),
+        ("full_shard", 3 * P / 2),
+        ("shard_grad_op", 2 * P / 2),
+        # Within a group of 2 as full_shard, and each rank's half over 2 replicas.
+        ("hybrid_shard", 3 * P / 2 + 2 * (P / 2) / 2),
+        ("hybrid_shard_zero2", 2 * P / 2 + 2 * (P / 2) / 2),
+        ("no_shard", 2 * P / 2),
+    ],
+)
+def test_the_terms_that_textbooks_know_add_up_to_their_figures(name: str, ideal: float) -> None:
+    assert wire_bytes(name) == pytest.approx(ideal, rel=1e-12)
+
+
+def test_a_central_gather_grows_with_the_ranks_where_a_ring_does_not() -> None:
+    assert [central_gather_bytes(P, ranks) / P for ranks in (2, 4, 8)] == [2, 6, 14]
+    assert [ring_bytes("all_reduce", P, ranks) / P for ranks in (2, 4, 8)] == [1, 1.5, 1.75]
