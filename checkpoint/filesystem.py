@@ -1,6 +1,7 @@
 """Every change that a save makes to the file system goes through one of these calls, so that tests can stop at each."""
 
 import ctypes
+import errno
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,12 +31,38 @@ def create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
+def reopen(path: Path) -> int:
+    """Opens a file that is there for writing at places in it.
+
+    Returns:
+        Its descriptor, to be closed by the caller.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
 def write(descriptor: int, buffers: Sequence[memoryview]) -> None:
     """Writes all bytes of some buffers at the end of what was written so far."""
     for buffer in buffers:
         at, flat = 0, buffer.cast("B")
         while at < len(flat):
             at += os.write(descriptor, flat[at : at + MAX_WRITE_BYTES])
+
+
+def write_at(descriptor: int, buffer: memoryview, offset: int) -> None:
+    """Writes all bytes of a buffer at a place in a file, beside others that write elsewhere in it."""
+    at = 0
+    while at < len(buffer):
+        at += os.pwrite(descriptor, buffer[at : at + MAX_WRITE_BYTES], offset + at)
+
+
+def set_size(descriptor: int, num_bytes: int) -> None:
+    """Gives a file its size, and room for it on the disk where the file system can promise that."""
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(descriptor, num_bytes)
 
 
 def start_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
