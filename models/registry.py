@@ -9,6 +9,7 @@ from torch import nn
 from models.config import ModelConfig
 from models.hub import HubFormat
 from models.llama import LLAMA_HUB, Llama, LlamaConfig, llama_plan
+from models.moe import MOE_HUB, Moe, MoeConfig, moe_plan
 from parallel.plan import ParallelPlan
 
 
@@ -39,7 +40,7 @@ _ALL = (
         plan=llama_plan,
         hub=LLAMA_HUB,
     ),
-    ModelFamily(name="moe", config=MoeConfig, build=Moe, plan=moe_plan),
+    ModelFamily(name="moe", config=MoeConfig, build=Moe, plan=moe_plan, hub=MOE_HUB),
 )
 FAMILIES = {each.name: each for each in _ALL}
 """Families by name."""

@@ -22,8 +22,9 @@ class MoeConfig(LlamaConfig):
         dense_layers: Numbers of the blocks that have one feed-forward layer of `feed_forward_width` instead.
         router_score: How a router's logits become scores.
         normalize_top_k: Divide the scores of a token's experts by their sum.
-        balance_loss: Weight of the loss that punishes uneven load, see `models.moe.balance`; 0: there is none. To equal
-            `router_aux_loss_coef` of Hugging Face, it is that times num_experts_per_token.
+        balance_loss: Weight of each layer's loss that punishes uneven load, see `models.moe.balance`; 0: there is none.
+            Hugging Face's is that of one batch, of all layers at once and num_experts_per_token times as large, so that
+            its `router_aux_loss_coef` x num_experts_per_token / layers with experts weighs as much.
         balance_rate: What a step adds to or takes from the selection bias of each expert, by its load; 0: no bias.
     """
 
@@ -114,7 +115,7 @@ MOE_PRESETS: dict[str, dict[str, Any]] = {
         "vocab_size": 32_000,
         "max_sequence_length": 32_768,
         "rope_theta": 1e6,
-        "balance_loss": 0.04,
+        "balance_loss": 0.02 * 2 / 32,
     },
     "qwen3-30b-a3b": {
         "num_layers": 48,
@@ -131,7 +132,7 @@ MOE_PRESETS: dict[str, dict[str, Any]] = {
         "vocab_size": 151_936,
         "max_sequence_length": 40_960,
         "rope_theta": 1e6,
-        "balance_loss": 0.008,
+        "balance_loss": 0.001 * 8 / 48,
     },
 }
 """Fields of published models that differ from the defaults, by name."""

@@ -109,7 +109,10 @@ class Moe(Llama):
 
     def take_expert_load(self) -> Tensor:
         """Valid tokens that came to each expert in forwards with gradients since this was last called, int64 [L, E]."""
-        load = torch.stack(self._loads).sum(0)
+        if not self._loads:
+            return torch.zeros(0, self.config.num_experts, dtype=torch.int64)
+        # `nn.DataParallel` runs copies on several devices, which share the list.
+        load = torch.stack([each.to(self._loads[0].device) for each in self._loads]).sum(0)
         self._loads.clear()
         return load
 
