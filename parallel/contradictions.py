@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from parallel.traits import TRAITS
+from parallel.traits import TRAITS, Traits
 
 if TYPE_CHECKING:
-    from parallel.config import ParallelConfig
+    from parallel.config import ParallelConfig, Sharding
 
 SCHEDULES = "gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble, zbv_zero_bubble, dual_pipe_v"
 CONTEXT_PARALLEL_METHODS = "allgather, ring, ulysses"
@@ -37,8 +37,9 @@ def check_backend(config: "ParallelConfig") -> None:
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
     split = {axis: getattr(config, axis) for axis in axes if getattr(config, axis) not in (1, -1)}
     if traits.one_process and split:
-        what = "DataParallel is" if backend == "dp" else f"data_parallel={backend!r} is"
-        raise ValueError(f"{what} one process, but {split} ask for more; use data_parallel='fsdp2'")
+        raise ValueError(
+            f"data_parallel={backend!r} is one process, but {split} ask for more; use data_parallel='fsdp2'"
+        )
     refused = [axis for axis in split if axis in traits.refused_axes]
     if refused:
         raise ValueError(
@@ -55,6 +56,22 @@ def check_backend(config: "ParallelConfig") -> None:
         if not has_meaning and options != type(options)():
             users = "fsdp1 or fsdp2" if name == "sharding" else "ddp or zero1"
             raise ValueError(f"{options} has no meaning for {backend}; leave it out, or use {users}")
+    _check_sharding(backend, traits, config.sharding)
+
+
+def _check_sharding(backend: str, traits: Traits, sharding: "Sharding") -> None:
+    default = type(sharding)()
+    for name, instead in traits.refused_sharding.items():
+        value = getattr(sharding, name)
+        if value != getattr(default, name):
+            raise ValueError(f"sharding.{name}={value} has no meaning for {backend}; leave it out, or use {instead}")
+    for name in ("forward_prefetch", "backward_prefetch"):
+        ahead, most = getattr(sharding, name), traits.most_prefetch
+        if most is not None and ahead > most:
+            raise ValueError(
+                f"{backend} gathers at most {most} unit ahead, but sharding.{name}={ahead}; use {most}, or "
+                "data_parallel='fsdp2'"
+            )
 
 
 def check_strategy(config: "ParallelConfig") -> None:

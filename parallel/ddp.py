@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from parallel.backend import Backend
 from parallel.compute_dtype import in_compute_dtype
 from parallel.config import ParallelConfig, ReduceGradients
 from parallel.fsdp2 import apply_fsdp2
@@ -19,7 +20,7 @@ from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan
 
 
-class Ddp:
+class Ddp(Backend):
     """The `ddp` backend.
 
     With tensor parallelism its parameters are DTensors, which torch's DDP does not take; `fully_shard`'s replicating
@@ -72,9 +73,6 @@ class Ddp:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             step_on_local_shards(optimizer, OwnShards())
-
-    def reshard(self, model: nn.Module) -> None:
-        """Does nothing: nothing is sharded."""
 
 
 def _refuse_unused(model: DistributedDataParallel) -> None:

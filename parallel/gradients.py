@@ -1,7 +1,7 @@
 """The global gradient norm and clipping, on any mix of meshes and tensor kinds."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,11 @@ SHARDING_VIEWS = ("fsdp", "tp")
 
 
 def clip_gradients(
-    parameters: Iterable[nn.Parameter], mesh: Mesh, max_norm: float | None, norm_type: float = 2.0
+    parameters: Iterable[nn.Parameter],
+    mesh: Mesh,
+    max_norm: float | None,
+    norm_type: float = 2.0,
+    views_of: Callable[[Tensor], frozenset[str]] | None = None,
 ) -> Tensor:
     """Scales all gradients in place so that their global norm is at most `max_norm`.
 
@@ -28,6 +32,7 @@ def clip_gradients(
         mesh: The mesh on whose views they live.
         max_norm: The largest norm allowed; None only measures.
         norm_type: p of the norm, positive or infinity.
+        views_of: Tells the views along which a plain parameter is split; None: along none.
 
     Returns:
         The norm before clipping, a float64 scalar; not finite if any gradient is not.
@@ -37,7 +42,7 @@ def clip_gradients(
     """
     if norm_type <= 0 or (max_norm is not None and not max_norm > 0):
         raise ValueError(f"max_norm={max_norm} and norm_type={norm_type} must be positive")
-    local = _local_gradients(parameters)
+    local = _local_gradients(parameters, views_of or sharded_views)
     norm = _global_norm(local, mesh, norm_type)
     if max_norm is not None:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -60,7 +65,9 @@ def sharded_views(tensor: Tensor) -> frozenset[str]:
     return frozenset(name for name, placement in pairs if not isinstance(placement, Replicate))
 
 
-def _local_gradients(parameters: Iterable[nn.Parameter]) -> dict[frozenset[str], list[Tensor]]:
+def _local_gradients(
+    parameters: Iterable[nn.Parameter], views_of: Callable[[Tensor], frozenset[str]]
+) -> dict[frozenset[str], list[Tensor]]:
     """Local parts of the gradients, by the views that shard them."""
     local: dict[frozenset[str], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -73,7 +80,7 @@ def _local_gradients(parameters: Iterable[nn.Parameter]) -> dict[frozenset[str],
                 parameter.grad = gradient
             local[sharded_views(gradient)].append(gradient.to_local())
         else:
-            local[frozenset()].append(gradient)
+            local[views_of(parameter)].append(gradient)
     return local
 
 

@@ -108,19 +108,12 @@ def check_built(config: ParallelConfig) -> None:
     """Refuses what the config can say but no code does yet.
 
     Raises:
-        ValueError: If an axis, backend or policy is not built yet.
+        ValueError: If an axis is not built yet.
     """
-    waiting = {
-        "pp": config.pp > 1,
-        "cp": config.cp > 1,
-        "ep": config.ep > 1,
-        "data_parallel": config.data_parallel == "fsdp1",
-    }
-    asked = [f"{name}={getattr(config, name)!r}" for name, unbuilt in waiting.items() if unbuilt]
+    asked = [f"{axis}={getattr(config, axis)}" for axis in ("pp", "cp", "ep") if getattr(config, axis) > 1]
     if asked:
         raise ValueError(
-            f"not built yet: {', '.join(asked)}; today dp_replicate, dp_shard and tp work, with data_parallel "
-            "'fsdp2' (every strategy), 'ddp', 'zero1', 'dp' or 'none'"
+            f"not built yet: {', '.join(asked)}; today dp_replicate, dp_shard and tp work, with every data_parallel"
         )
 
 

@@ -56,7 +56,7 @@ def materialize(trained: Trained, seed: int = 0) -> None:
         # In a function, so that one whole tensor is gone before the next is made.
         _keep_part(parameter, _draw(model, fqn, parameter.shape, seed, device))
     trained.wrap_after_materialize()
-    verify_replicas(trained.named_parameters(), trained.mesh)
+    verify_replicas(trained.named_parameters(), trained.mesh, trained.backend.sharded_views)
 
 
 def allocate(trained: Trained) -> None:

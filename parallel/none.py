@@ -5,13 +5,14 @@ from collections.abc import Callable
 from torch import nn
 from torch.optim import Optimizer
 
+from parallel.backend import Backend
 from parallel.compute_dtype import in_compute_dtype
 from parallel.config import ParallelConfig, ReduceGradients
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan
 
 
-class OneProcess:
+class OneProcess(Backend):
     """Leaves the model as it is."""
 
     wraps_before_materialize = True
@@ -27,6 +28,3 @@ class OneProcess:
 
     def prepare_optimizer(self, optimizer: Optimizer, mesh: Mesh) -> None:
         """Does nothing: the optimizer works on the parameters themselves."""
-
-    def reshard(self, model: nn.Module) -> None:
-        """Does nothing: nothing is sharded."""

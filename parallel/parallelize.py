@@ -11,6 +11,7 @@ from parallel.compile import apply_compile, check_compiler
 from parallel.config import ParallelConfig
 from parallel.data_parallel import OneProcessManyDevices
 from parallel.ddp import Ddp
+from parallel.fsdp1 import Fsdp1
 from parallel.fsdp2 import FullyShard
 from parallel.layout import check_built, check_layout, resolve
 from parallel.mesh import Mesh
@@ -29,6 +30,7 @@ BACKENDS: dict[str, type[Backend]] = {
     "dp": OneProcessManyDevices,
     "ddp": Ddp,
     "zero1": Zero1,
+    "fsdp1": Fsdp1,
     "fsdp2": FullyShard,
 }
 
@@ -56,6 +58,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
         raise ValueError(f"the mesh was built for {mesh.config}, not for {resolved}; call build_mesh with this config")
     check_layout(resolved, plan.shape)
     plan.check(model)
+    backend = BACKENDS[resolved.data_parallel]()
+    backend.check(model, mesh, resolved, plan)
     _check_blocks(model, mesh, resolved, plan)
     _check_values(model, mesh)
     if not any(parameter.is_meta for parameter in model.parameters()):
@@ -72,7 +76,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
             )
             tie(model, plan.tied)
         _apply_to_blocks(model, resolved, plan)
-        return Trained(model, mesh, resolved, plan, BACKENDS[resolved.data_parallel]())
+        return Trained(model, mesh, resolved, plan, backend)
 
 
 def _check_blocks(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> None:
@@ -136,6 +140,6 @@ def _check_values(model: nn.Module, mesh: Mesh) -> None:
     apart = [fqn for fqn, differ in zip(real, differs, strict=True) if differ]
     if apart:
         raise ValueError(
-            f"ranks hold different values of {len(apart)} parameters ({', '.join(apart[:3])} ...) and fully_shard "
-            "never broadcasts; seed every rank alike before building the model, or build it on meta and materialize it"
+            f"ranks hold different values of {len(apart)} parameters ({', '.join(apart[:3])} ...), which sharding "
+            "never evens out; seed every rank alike before building the model, or build it on meta and materialize it"
         )

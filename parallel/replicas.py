@@ -1,6 +1,6 @@
 """Verifies that ranks which should hold the same values do."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,11 @@ from parallel.mesh import PARAMETER_VIEWS, Mesh
 CHUNK_ELEMENTS = 1 << 22
 
 
-def verify_replicas(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+def verify_replicas(
+    parameters: Mapping[str, nn.Parameter],
+    mesh: Mesh,
+    views_of: Callable[[Tensor], frozenset[str]] = sharded_views,
+) -> None:
     """Compares a hash of each parameter along every axis on which it is replicated.
 
     `fully_shard` never broadcasts, so replicas that start apart stay apart without an error.
@@ -21,6 +25,7 @@ def verify_replicas(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
     Args:
         parameters: Parameters by fqn, the same names on every rank of a pipeline stage.
         mesh: The mesh on whose views they live.
+        views_of: Tells the views along which a parameter is split.
 
     Raises:
         ValueError: On every rank, if replicas differ anywhere; names those of this rank's pipeline stage.
@@ -32,7 +37,7 @@ def verify_replicas(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
         hashes[index] = hash_bits(local_part(parameter))
     for along, view in zip(differs, views, strict=True):
         apart = differ_between_ranks(hashes, mesh.group(view))
-        replicated = [view not in sharded_views(parameter) for parameter in parameters.values()]
+        replicated = [view not in views_of(parameter) for parameter in parameters.values()]
         along.copy_(apart & torch.tensor(replicated, device=mesh.device))
     for view in views:
         # Ranks that hold another shard saw no difference themselves.

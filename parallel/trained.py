@@ -1,7 +1,7 @@
 """The object that training, evaluation and checkpoints use, whatever backend is beneath."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parallel import gradients, step
-from parallel.backend import Backend
+from parallel.backend import Backend, OptimizerFactory
 from parallel.batch import IGNORE_INDEX, Batch
 from parallel.config import ParallelConfig
 from parallel.layout import check_sequence_length
@@ -97,9 +97,10 @@ class Trained:
         Returns:
             The norm before clipping, a float64 scalar, equal on every rank.
         """
-        return gradients.clip_gradients(self.named_parameters().values(), self.mesh, max_norm, norm_type)
+        parameters = self.named_parameters().values()
+        return gradients.clip_gradients(parameters, self.mesh, max_norm, norm_type, self.backend.sharded_views)
 
-    def build_optimizer(self, factory: Callable[[dict[str, nn.Parameter]], Optimizer]) -> Optimizer:
+    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
         """Builds an optimizer over the parameters as they are sharded, whose step works on local shards.
 
         It must treat each element by itself, as SGD and the Adam family do.
@@ -129,7 +130,7 @@ class Trained:
                 "precision=Precision(compute='bfloat16', reduce='float32')",
                 stacklevel=2,
             )
-        optimizer = factory(trainable)
+        optimizer = self.backend.build_optimizer(factory, trainable)
         self.check_optimizer(optimizer)
         self.backend.prepare_optimizer(optimizer, self.mesh)
         return optimizer

@@ -16,6 +16,8 @@ class Traits:
         splits_optimizer_rows: Whether each rank updates its rows of every parameter and then sends them to the others.
         flattens: Whether it concatenates the parameters of a unit and cuts them anywhere.
         refused_axes: Axes that it does not compose with, each with what to use instead.
+        refused_sharding: Fields of `Sharding` that it has no use for, each with what to use instead.
+        most_prefetch: How many units ahead of its use it can gather one; None: any number.
     """
 
     shards: bool = False
@@ -25,6 +27,8 @@ class Traits:
     splits_optimizer_rows: bool = False
     flattens: bool = False
     refused_axes: Mapping[str, str] = field(default_factory=dict)
+    refused_sharding: Mapping[str, str] = field(default_factory=dict)
+    most_prefetch: int | None = None
 
 
 _ROW_SHARDS = "data_parallel='fsdp2' with strategy='shard_grad_op', which shards optimizer state too"
@@ -36,6 +40,12 @@ TRAITS: Mapping[str, Traits] = {
     "zero1": Traits(
         has_buckets=True, sums_each_micro_batch=False, splits_optimizer_rows=True, refused_axes={"tp": _ROW_SHARDS}
     ),
-    "fsdp1": Traits(shards=True, flattens=True, refused_axes=dict.fromkeys(("pp", "cp"), "data_parallel='fsdp2'")),
-    "fsdp2": Traits(shards=True),
+    "fsdp1": Traits(
+        shards=True,
+        flattens=True,
+        refused_axes=dict.fromkeys(("pp", "cp", "ep"), "data_parallel='fsdp2'"),
+        refused_sharding={"reshard_group": "data_parallel='fsdp2'"},
+        most_prefetch=1,
+    ),
+    "fsdp2": Traits(shards=True, refused_sharding={"limit_all_gathers": "data_parallel='fsdp1'"}),
 }

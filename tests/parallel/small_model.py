@@ -107,10 +107,16 @@ def train(
         losses.append(trained.forward_backward(batches(trained.mesh, step, num_micro_batches)).loss)
         norms.append(trained.clip_gradients(max_norm).item())
         optimizer.step()
-    parameters = {fqn: whole(parameter) for fqn, parameter in trained.named_parameters().items()}
+    parameters = whole_parameters(trained)
     return Run(losses, norms, parameters if dist.get_rank() == 0 else {})
 
 
-def difference(one: Tensor, other: Tensor) -> float:
-    """max |a - b| / max |b|."""
+def whole_parameters(trained: Trained) -> dict[str, Tensor]:
+    """The unsharded values of every parameter, on every rank."""
+    return {fqn: whole(trained.backend.to_canonical(fqn, each)) for fqn, each in trained.named_parameters().items()}
+
+
+def difference(one: Tensor | Sequence[float], other: Tensor | Sequence[float]) -> float:
+    """max |a - b| / max |b|, in float64."""
+    one, other = torch.as_tensor(one, dtype=torch.float64), torch.as_tensor(other, dtype=torch.float64)
     return ((one - other).abs().max() / other.abs().max()).item()

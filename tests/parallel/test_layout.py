@@ -20,8 +20,8 @@ REASONS = {
     "hybrid_shard without replicas": "needs dp_replicate > 1",
     "unknown strategy": "unknown strategy 'zero4'; legal: full_shard",
     "unknown backend": "unknown data_parallel 'horovod'; legal: none",
-    "DataParallel is one process": "DataParallel is one process",
-    "DataParallel with tensor parallel": "DataParallel is one process, but {'tp': 2}",
+    "DataParallel is one process": "data_parallel='dp' is one process, but {'dp_replicate': 2} ask for more",
+    "DataParallel with tensor parallel": "data_parallel='dp' is one process, but {'tp': 2}",
     "FSDP1 with pipeline stages": "fsdp1 does not compose with pp=2; use data_parallel='fsdp2'",
     "FSDP1 with context parallel": "fsdp1 does not compose with cp=2; use data_parallel='fsdp2'",
     "ddp does not shard parameters": "ddp does not shard parameters.*fsdp2",
@@ -59,7 +59,6 @@ def test_an_illegal_layout_is_refused_for_the_reason_given(row: dict[str, str]) 
     [
         ({"pp": 2, "schedule": "1f1b"}, "not built yet: pp=2"),
         ({"cp": 2, "cp_method": "ring"}, "not built yet: cp=2"),
-        ({"data_parallel": "fsdp1"}, "not built yet: data_parallel='fsdp1'"),
         ({"cp": 2, "cp_method": "ring", "ep": 2}, "cp=2, ep=2"),
     ],
 )
@@ -88,6 +87,19 @@ def test_what_no_code_does_yet_is_refused_by_name(fields: dict[str, Any], messag
         ({"data_parallel": "ddp", "reduce_gradients": "every_micro_batch"}, "would sum again what it has summed"),
         ({"data_parallel": "zero1", "tp": 2}, "zero1 does not compose with tp=2; use data_parallel='fsdp2'"),
         ({"strategy": "shard_grad_op", "sharding": Sharding(reshard_group=2)}, "keeps it whole; use full_shard"),
+        (
+            {"data_parallel": "fsdp1", "sharding": Sharding(reshard_group=2)},
+            "sharding.reshard_group=2 has no meaning for fsdp1; leave it out, or use data_parallel='fsdp2'",
+        ),
+        (
+            {"data_parallel": "fsdp1", "sharding": Sharding(backward_prefetch=2)},
+            "fsdp1 gathers at most 1 unit ahead, but sharding.backward_prefetch=2; use 1, or data_parallel='fsdp2'",
+        ),
+        (
+            {"sharding": Sharding(limit_all_gathers=False)},
+            "sharding.limit_all_gathers=False has no meaning for fsdp2; leave it out, or use data_parallel='fsdp1'",
+        ),
+        ({"data_parallel": "fsdp1", "ep": 2}, "fsdp1 does not compose with ep=2; use data_parallel='fsdp2'"),
     ],
 )
 def test_a_field_of_the_wrong_kind_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -198,8 +198,8 @@ def test_five_steps_equal_one_process(case: Case) -> None:
     run = run_case(*LAYOUTS[case.layout], case)
     reference = one_process(case.model, case.clipping, case.optimizer, case.frozen)
     tolerance = OPTIMIZERS[case.optimizer][1]
-    assert difference(torch.tensor(run.losses), torch.tensor(reference.losses)) < tolerance
-    assert difference(torch.tensor(run.norms), torch.tensor(reference.norms)) < tolerance
+    assert difference(run.losses, reference.losses) < tolerance
+    assert difference(run.norms, reference.norms) < tolerance
     assert run.parameters.keys() == reference.parameters.keys()
     worst = {fqn: difference(run.parameters[fqn], reference.parameters[fqn]) for fqn in reference.parameters}
     assert max(worst.values()) < tolerance, worst

@@ -1,0 +1,233 @@
+"""Shards parameters in flattened units through torch's first generation, `FullyShardedDataParallel`."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+# Private: the placement that `fully_shard` gives rows which tensor parallelism has split before.
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
+from torch.optim import Optimizer
+
+from parallel.backend import Backend, OptimizerFactory
+from parallel.config import ParallelConfig, ReduceGradients
+from parallel.flat_ranges import FlatRanges
+from parallel.flat_unit import FlatUnit, wrap_units
+from parallel.gradients import sharded_views
+from parallel.local_step import OwnShards, step_on_local_shards
+from parallel.mesh import Mesh
+from parallel.plan import ParallelPlan
+from parallel.replicas import local_part
+from parallel.units import choose_units
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of one parameter.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        part_shape: Shape of this rank's tensor-parallel part.
+        tensor_parallel: How tensor parallelism has split it; None if not at all.
+        views: Views of the mesh along which the parameter is split.
+        ranges: Who holds what of the tensor-parallel part; None if every rank holds all of it.
+    """
+
+    shape: torch.Size
+    part_shape: torch.Size
+    tensor_parallel: Placement | None
+    views: frozenset[str]
+    ranges: FlatRanges | None = None
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> "Held":
+        """What a rank holds before the parameter is flattened."""
+        return cls(
+            shape=parameter.shape,
+            part_shape=local_part(parameter).shape,
+            tensor_parallel=parameter.placements[0] if isinstance(parameter, DTensor) else None,
+            views=sharded_views(parameter),
+        )
+
+
+class Fsdp1(Backend):
+    """The `fsdp1` backend.
+
+    A unit's parameters are concatenated, padded, and cut into ranges of as many elements on each rank, whatever their
+    shapes. The model keeps its own parameters (`use_orig_params`), now 1-D views of the range, so that optimizer groups
+    and frozen parameters are told apart within a unit, which one parameter for the whole unit would forbid.
+
+    A rank holds the whole model until it is wrapped. A unit of several modules is left to the root, which is gathered
+    first and kept until its backward, since this generation gathers for one module at a time. Gradients that wait for
+    the last micro-batch add up in the compute dtype.
+    """
+
+    wraps_before_materialize = False
+    # Reducing at once keeps only sharded gradients between micro-batches.
+    default_reduce_gradients: ReduceGradients = "every_micro_batch"
+
+    def __init__(self) -> None:
+        """Knows no model yet."""
+        self._units: list[FlatUnit] = []
+        self._held: dict[str, Held] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._views: dict[Tensor, frozenset[str]] = {}
+
+    def check(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> None:
+        """Refuses offloading on the CPU, and what FSDP1 gets wrong without an error."""
+        if config.sharding.cpu_offload and mesh.device.type == "cpu":
+            raise ValueError(
+                "fsdp1 with sharding.cpu_offload=True keeps parameters in host memory beside a GPU, but this mesh is "
+                "on the CPU, where they are in host memory anyway; leave it out, or use data_parallel='fsdp2'"
+            )
+        if config.tp > 1 and mesh.degree("fsdp") == 1:
+            raise ValueError(
+                f"fsdp1 with tp={config.tp} needs dp_shard > 1: where it keeps parameters whole (dp_shard="
+                f"{config.dp_shard}, strategy={config.resolved_strategy!r}) it makes those that tp splits anew in each "
+                "step, and an optimizer would update nothing; use data_parallel='fsdp2'"
+            )
+        if mesh.degree("fsdp") == 1 and mesh.degree("dp_replicate") > 1:
+            if config.reduce_gradients == "every_micro_batch":
+                raise ValueError(
+                    f"fsdp1 holds whole gradients here (dp_shard={config.dp_shard}) and would sum again what it has "
+                    "summed before; use reduce_gradients='last', or leave it out"
+                )
+            self.default_reduce_gradients = "last"
+        if config.tp > 1 and plan.tied:
+            raise ValueError(f"fsdp1 with tp={config.tp} would untie {plan.tied}; use data_parallel='fsdp2', or tp=1")
+
+    def wrap(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> nn.Module:
+        """Flattens and shards each unit over the fsdp view, or over dp_replicate x fsdp for the hybrids."""
+        self._mesh, view, strategy = mesh, mesh["fsdp"], config.resolved_strategy
+        self._canonical_mesh = mesh.hybrid if config.tp == 1 else mesh.parameters["dp_replicate", "fsdp", "tp"]
+        if mesh.degree("fsdp") == 1:
+            # Also a hybrid: FSDP1 would take its groups of one rank for all there is, and never sum over replicas.
+            view, strategy = mesh["dp_replicate"], "no_shard"
+        elif config.is_hybrid:
+            # FSDP1's own groups follow the number of GPUs of a node, which is none on CPUs: replicas would drift apart.
+            view = mesh.hybrid
+        trainable = {fqn: parameter.requires_grad for fqn, parameter in model.named_parameters()}
+        held = {fqn: Held.of(parameter) for fqn, parameter in model.named_parameters()}
+        self._units = wrap_units(
+            model,
+            view,
+            mesh.device,
+            strategy=strategy,
+            units=choose_units(model, plan, config.sharding),
+            sharding=config.sharding,
+            precision=config.precision,
+        )
+        self._parameters = dict(model.named_parameters())
+        for fqn, parameter in self._parameters.items():
+            # FSDP1 makes every parameter that tensor parallelism has split trainable.
+            parameter.requires_grad_(trainable[fqn])
+        self._held = held if strategy == "no_shard" else self._with_ranges(held)
+        self._views = {self._parameters[fqn]: each.views for fqn, each in self._held.items()}
+        root = self._units[-1]
+        root.register_forward_hook(self._reshard_after_evaluation)
+        return root
+
+    def run_micro_batch(self, model: nn.Module, compute: Callable[[], None], *, reduce: bool) -> None:
+        """Runs forward and backward of one micro-batch, both within `no_sync` where nothing is sent."""
+        with nullcontext() if reduce else self._units[-1].no_sync():
+            compute()
+        if reduce:
+            self._complete_gradients()
+
+    def build_optimizer(self, factory: OptimizerFactory, trainable: dict[str, nn.Parameter]) -> Optimizer:
+        """Shows the factory parameters of the model's shapes, by which it may sort them into groups."""
+        shown = {fqn: self._stand_in(fqn, parameter) for fqn, parameter in trainable.items()}
+        optimizer = factory(shown)
+        if optimizer.state and any(shown[fqn] is not trainable[fqn] for fqn in trainable):
+            raise ValueError(
+                f"{type(optimizer).__name__} makes its state when it is built, when it cannot know which part of each "
+                "parameter a rank holds under fsdp1; use another optimizer, or data_parallel='fsdp2'"
+            )
+        held = {id(stand_in): trainable[fqn] for fqn, stand_in in shown.items()}
+        for group in optimizer.param_groups:
+            group["params"][:] = [held.get(id(parameter), parameter) for parameter in group["params"]]
+        return optimizer
+
+    def prepare_optimizer(self, optimizer: Optimizer, mesh: Mesh) -> None:
+        """Refuses optimizers that look at whole matrices where a rank holds parts of them."""
+        if any(held.views for held in self._held.values()):
+            step_on_local_shards(optimizer, OwnShards())
+
+    def reshard(self, model: nn.Module) -> None:
+        """Frees the gathered parameters of every unit."""
+        for unit in self._units:
+            unit.reshard()
+
+    def sharded_views(self, parameter: Tensor) -> frozenset[str]:
+        """Where a parameter is split, which its type does not tell."""
+        return self._views[parameter]
+
+    def whole_shape(self, fqn: str, parameter: Tensor) -> torch.Size:
+        """Shape of a whole parameter."""
+        return self._held[fqn].shape if self._held else parameter.shape
+
+    def to_canonical(self, fqn: str, held: Tensor) -> Tensor:
+        """A DTensor split by rows as `fully_shard` splits it, in memory of its own."""
+        layout = self._held[fqn]
+        if layout.ranges is None:
+            return held
+        rows: Placement = Shard(0)
+        if layout.tensor_parallel is not None and layout.tensor_parallel.is_shard(0):
+            rows = _StridedShard(0, split_factor=self._mesh.degree("tp"))
+        placements = [Replicate(), rows, layout.tensor_parallel or Replicate()]
+        return DTensor.from_local(
+            layout.ranges.to_rows(held.detach(), self._mesh.group("fsdp")),
+            self._canonical_mesh,
+            placements[: self._canonical_mesh.ndim],
+            run_check=False,
+            shape=layout.shape,
+            stride=torch.empty(layout.shape, device="meta").stride(),
+        )
+
+    @torch.no_grad()
+    def from_canonical(self, fqn: str, canonical: Tensor, held: Tensor) -> None:
+        """Fills this rank's range from its rows and those of others."""
+        ranges = self._held[fqn].ranges
+        if ranges is not None and isinstance(canonical, DTensor):
+            held.copy_(ranges.to_flat(canonical.to_local(), self._mesh.group("fsdp")))
+
+    def _with_ranges(self, held: dict[str, Held]) -> dict[str, Held]:
+        """Asks the other ranks how much of each parameter they hold: ranges lie in the order of ranks."""
+        group = self._mesh.group("fsdp")
+        mine = torch.tensor([parameter.numel() for parameter in self._parameters.values()], device=self._mesh.device)
+        sizes = [torch.zeros_like(mine), *(torch.empty_like(mine) for _ in range(group.size()))]
+        dist.all_gather(sizes[1:], mine, group=group)
+        bounds = torch.stack(sizes).cumsum(0).T.tolist()
+        return {
+            fqn: replace(
+                each, ranges=FlatRanges(each.part_shape, tuple(bounds_of)), views=each.views | frozenset({"fsdp"})
+            )
+            for (fqn, each), bounds_of in zip(held.items(), bounds, strict=True)
+        }
+
+    def _complete_gradients(self) -> None:
+        """Gives parameters of which this rank holds nothing an empty gradient.
+
+        FSDP1 leaves them without, so an optimizer would keep state for a parameter on some ranks only.
+        """
+        for unit in self._units:
+            for fqn in unit.fqns if unit.has_gradient else ():
+                parameter = self._parameters[fqn]
+                if parameter.requires_grad and parameter.grad is None and not parameter.numel():
+                    parameter.grad = torch.empty_like(parameter)
+
+    def _stand_in(self, fqn: str, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter, or one of the whole shape that takes no memory."""
+        shape = self.whole_shape(fqn, parameter)
+        if parameter.shape == shape:
+            return parameter
+        return nn.Parameter(torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(shape))
+
+    def _reshard_after_evaluation(self, model: nn.Module, _inputs: object, _output: object) -> None:
+        """Frees what no backward will free; the next forward would use those values though a step has changed them."""
+        if not torch.is_grad_enabled():
+            self.reshard(model)
