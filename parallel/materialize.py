@@ -5,10 +5,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from parallel.replaced import mark_replaced
-from parallel.replicas import local_part, verify_replicas
+from parallel.replicas import local_part, own_part, verify_replicas
 from parallel.tensor_parallel import tie
 from parallel.trained import Trained
 
@@ -98,8 +97,4 @@ def _draw(model: InitializesParameters, fqn: str, shape: torch.Size, seed: int, 
 
 @torch.no_grad()
 def _keep_part(parameter: nn.Parameter, whole: Tensor) -> None:
-    if isinstance(parameter, DTensor):
-        # Where the part lies, as checkpoints ask for it; distribute_tensor would copy it once more.
-        (part,) = parameter.__create_chunk_list__()
-        whole = whole[tuple(slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True))]
-    local_part(parameter).copy_(whole)
+    local_part(parameter).copy_(own_part(parameter, whole))

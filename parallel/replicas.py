@@ -80,6 +80,20 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def own_part(tensor: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, as a view: the one that a tensor of the same shape is laid out to have.
+
+    Args:
+        tensor: A DTensor, or a plain tensor, whose part is all of it.
+        whole: Values of the whole shape.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole
+    # Where the part lies, as checkpoints ask for it; distribute_tensor would copy it once more.
+    (part,) = tensor.__create_chunk_list__()
+    return whole[tuple(slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True))]
+
+
 def hash_bits(tensor: Tensor) -> Tensor:
     """A 64-bit hash of a tensor's bits, an int64 scalar on its device; equal tensors hash equal.
 

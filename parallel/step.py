@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.batch import Batch
+from parallel.experts import forget_load, sum_load
 from parallel.mesh import Mesh
 from parallel.replicas import differ_between_ranks, hash_bits
 
@@ -26,11 +27,13 @@ class StepResult:
         loss_sum: Loss summed over the valid tokens of the global batch, in nats.
         num_valid_tokens: Tokens that entered it.
         skipped: Whether there was none, so that no gradient exists.
+        expert_load: Valid tokens of the global batch that came to each expert, by layer; None for a dense model.
     """
 
     loss_sum: float
     num_valid_tokens: int
     skipped: bool = False
+    expert_load: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def loss(self) -> float:
@@ -42,6 +45,7 @@ def forward_backward(trained: "Trained", micro_batches: Sequence[Batch]) -> Step
     """Computes the gradients of one step; see `Trained.forward_backward`."""
     for parameter in trained.named_parameters().values():
         parameter.grad = None
+    forget_load(trained)
     num_valid_tokens = _agree_on_tokens(trained, micro_batches)
     if num_valid_tokens == 0:
         warnings.warn("no token of the global batch is valid: this step computes no gradient", stacklevel=3)
@@ -57,7 +61,7 @@ def forward_backward(trained: "Trained", micro_batches: Sequence[Batch]) -> Step
     for index, batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
         trained.backend.run_micro_batch(trained.model, functools.partial(compute, batch), reduce=reduce_each or last)
-    return _total(trained, losses, num_valid_tokens)
+    return replace(_total(trained, losses, num_valid_tokens), expert_load=sum_load(trained))
 
 
 @torch.no_grad()

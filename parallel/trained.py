@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallel import gradients, step
+from parallel import experts, gradients, step
 from parallel.backend import Backend, OptimizerFactory
 from parallel.batch import IGNORE_INDEX, Batch
 from parallel.config import ParallelConfig
@@ -27,7 +27,10 @@ class Trained:
         config: The layout with every degree resolved.
         plan: What the model declared.
         backend: The data-parallel backend.
+        expert_load: Load of the experts in the last step, which the optimizer's step is to answer, int64 [L, E].
     """
+
+    expert_load: Tensor | None = None
 
     def __init__(
         self, source: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan, backend: Backend
@@ -133,6 +136,7 @@ class Trained:
         optimizer = self.backend.build_optimizer(factory, trainable)
         self.check_optimizer(optimizer)
         self.backend.prepare_optimizer(optimizer, self.mesh)
+        optimizer.register_step_post_hook(lambda *_: experts.balance(self))
         return optimizer
 
     def check_optimizer(self, optimizer: Optimizer) -> None:

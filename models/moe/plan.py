@@ -10,6 +10,9 @@ from parallel.plan import Block, ParallelPlan
 def moe_plan(config: MoeConfig) -> ParallelPlan:
     """The plan of a whole model: that of a dense one, whose blocks cost what a token meets.
 
+    Ranks that split tensors hold routers and experts whole and compute the same, which sequence parallelism, where they
+    see different tokens, cannot do.
+
     Args:
         config: Shape of the model.
     """
@@ -19,4 +22,10 @@ def moe_plan(config: MoeConfig) -> ParallelPlan:
         block if index in config.dense_layers else Block(fqn=block.fqn, cost=sparse_cost)
         for index, block in enumerate(plan.blocks)
     )
-    return replace(plan, blocks=blocks)
+    styles = {key: style for key, style in plan.tensor_parallel.items() if ".feed_forward" not in key}
+    styles["blocks.*.feed_forward_norm"] = "norm"
+    for index in config.dense_layers:
+        feed_forward = f"blocks.{index}.feed_forward"
+        styles |= {feed_forward: "gather_input", f"{feed_forward}.down_proj": "rowwise"}
+        styles |= {f"{feed_forward}.{name}_proj": "colwise" for name in ("gate", "up")}
+    return replace(plan, blocks=blocks, tensor_parallel=styles)

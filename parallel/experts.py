@@ -1,0 +1,75 @@
+"""Adds up the load of a model's experts over ranks, and lets the model answer it once an optimizer step."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.replicas import local_part, own_part
+
+if TYPE_CHECKING:
+    from parallel.trained import Trained
+
+# L layers with experts, E experts
+
+
+@runtime_checkable
+class HasExperts(Protocol):
+    """A model that counts the tokens which come to its experts."""
+
+    def take_expert_load(self) -> Tensor:
+        """Valid tokens that came to each expert in forwards with gradients since this was last called, int64 [L, E]."""
+        ...
+
+    def balance_updates(self, load: Tensor) -> Mapping[str, Tensor]:
+        """What a step adds to parameters that no gradient moves, by fqn; whole tensors.
+
+        Args:
+            load: The load of the global batch, int64 [L, E].
+        """
+        ...
+
+
+def forget_load(trained: "Trained") -> None:
+    """Drops what was counted outside of steps.
+
+    Args:
+        trained: What is about to take a step.
+    """
+    trained.expert_load = None
+    if isinstance(trained.source, HasExperts):
+        trained.source.take_expert_load()
+
+
+def sum_load(trained: "Trained") -> tuple[tuple[int, ...], ...] | None:
+    """The load of a step's global batch, by layer and expert, equal on every rank; None for a dense model.
+
+    Args:
+        trained: What has just taken a step; keeps the load until its optimizer steps.
+    """
+    if not isinstance(trained.source, HasExperts):
+        return None
+    load = trained.source.take_expert_load().to(trained.mesh.device)
+    dist.all_reduce(load, group=trained.mesh.group("loss"))
+    trained.expert_load = load
+    return tuple(tuple(layer) for layer in load.tolist())
+
+
+@torch.no_grad()
+def balance(trained: "Trained") -> None:
+    """Moves the parameters that answer the load of the last step, once; called after the optimizer's step.
+
+    Args:
+        trained: What took the step.
+    """
+    load, trained.expert_load = trained.expert_load, None
+    if load is None or not isinstance(trained.source, HasExperts):
+        return
+    updates = trained.source.balance_updates(load)
+    named = trained.named_parameters() if updates else {}
+    for fqn, update in updates.items():
+        canonical = trained.backend.to_canonical(fqn, named[fqn])
+        local_part(canonical).add_(own_part(canonical, update.to(canonical.device)))
+        trained.backend.from_canonical(fqn, canonical, named[fqn])

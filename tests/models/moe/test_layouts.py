@@ -1,0 +1,74 @@
+"""Tests that a model with experts gives the numbers of one process on every layout, and is saved and loaded."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint import TrainState, load, save
+from parallel import ParallelConfig
+from tests.models.moe.small_moe import MODELS, MoeRun, build, train
+from tests.parallel.small_model import adamw, batches, difference, sgd, whole
+from tests.ranks import run_ranks
+
+OPTIMIZERS: dict[str, tuple[Any, float]] = {"adamw": (adamw, 1e-12), "sgd": (sgd, 1e-13)}
+# Ranks, layout, micro-batches
+LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
+    "full_shard-2": (2, {}, 1),
+    "full_shard-2, accumulated": (2, {"reduce_gradients": "last"}, 3),
+    "full_shard-2, recomputed": (2, {"activation_checkpointing": "full"}, 2),
+    "ddp-2": (2, {"data_parallel": "ddp"}, 2),
+    "zero1-2": (2, {"data_parallel": "zero1"}, 1),
+    "hybrid_shard-2x2": (4, {"strategy": "hybrid_shard", "dp_replicate": 2}, 2),
+}
+
+
+@cache
+def one_process(model: str, optimizer: str) -> MoeRun:
+    """The numbers to reach: one process, the global batch in one piece."""
+    (run,) = run_ranks(1, train, ParallelConfig(data_parallel="none"), OPTIMIZERS[optimizer][0], model, 1)
+    return run
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_five_steps_equal_one_process(layout: str, model: str, optimizer: str) -> None:
+    world_size, fields, num_micro_batches = LAYOUTS[layout]
+    factory, tolerance = OPTIMIZERS[optimizer]
+    runs = run_ranks(world_size, train, ParallelConfig(**fields), factory, model, num_micro_batches)
+    assert all((run.losses, run.norms, run.loads) == (runs[0].losses, runs[0].norms, runs[0].loads) for run in runs)
+    run, reference = runs[0], one_process(model, optimizer)
+    assert run.loads == reference.loads
+    assert difference(torch.tensor(run.losses), torch.tensor(reference.losses)) < tolerance
+    assert difference(torch.tensor(run.norms), torch.tensor(reference.norms)) < tolerance
+    assert run.parameters.keys() == reference.parameters.keys()
+    worst = {fqn: difference(run.parameters[fqn], reference.parameters[fqn]) for fqn in reference.parameters}
+    assert max(worst.values()) < tolerance, worst
+
+
+def _save(folder: str) -> dict[str, Any]:
+    trained = build(ParallelConfig(), MODELS["sigmoid, loss, bias, shared, dense"])
+    optimizer = trained.build_optimizer(adamw)
+    trained.forward_backward(batches(trained.mesh, 0))
+    optimizer.step()
+    save(folder, TrainState(trained=trained, optimizer=optimizer, step=1))
+    return {fqn: whole(parameter) for fqn, parameter in trained.named_parameters().items()}
+
+
+def _load(folder: str, config: ParallelConfig) -> dict[str, Any]:
+    trained = build(config, MODELS["sigmoid, loss, bias, shared, dense"])
+    optimizer = trained.build_optimizer(adamw)
+    load(str(next(Path(folder).glob("step-*"))), TrainState(trained=trained, optimizer=optimizer))
+    return {fqn: whole(parameter) for fqn, parameter in trained.named_parameters().items()}
+
+
+def test_a_checkpoint_holds_experts_and_selection_biases_on_any_layout(tmp_path: Path) -> None:
+    saved = run_ranks(2, _save, str(tmp_path))[0]
+    assert saved["blocks.0.feed_forward.router.selection_bias"].abs().min() > 0
+    for world_size, config in ((1, ParallelConfig(data_parallel="none")), (2, ParallelConfig(data_parallel="ddp"))):
+        for loaded in run_ranks(world_size, _load, str(tmp_path), config):
+            assert loaded.keys() == saved.keys()
+            assert all(torch.equal(loaded[fqn], saved[fqn]) for fqn in saved)
