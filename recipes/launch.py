@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -23,6 +23,7 @@ from recipes.messages import (
     restore_cursor,
     show_warnings,
 )
+from recipes.signals import forward_signals, handlers
 from recipes.user_files import import_user_file, imported_user_files
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 # What gloo and NCCL say on a rank whose peer has died.
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited", "aborted")
 GRACE_S = 5.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
 class RankError(Exception):
@@ -61,7 +62,7 @@ def run(function: Callable[..., Any], *args: Any, num_processes: int | None, deb
 
 def _run_rank(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Runs a rank that a launcher started."""
-    with _handlers(SIGNALS, signal.SIG_DFL):
+    with handlers(SIGNALS, signal.SIG_DFL):
         try:
             result = function(*args)
         except USER_ERRORS:
@@ -87,7 +88,7 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_proces
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    with _temporary_folder() as logs, _handlers(SIGNALS, None):
+    with _temporary_folder() as logs, forward_signals(SIGNALS) as forwarded:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -99,6 +100,8 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_proces
             monitor_interval=0.1,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
+            # On its signals it ends the ranks, but they may want to save first; it does not take an empty list.
+            signals_to_handle="SIGQUIT",
         )
         try:
             with warnings.catch_warnings():
@@ -107,6 +110,8 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_proces
                 call = bytes(ForkingPickler.dumps((function, args)))
                 return elastic_launch(config, _call)(call, imported_user_files())[0]
         except ChildFailedError as error:
+            if forwarded:
+                interrupted(forwarded[0])
             _report(*error.get_first_failure(), debug=debug)
         except SignalException as error:
             interrupted(error.sigval)
@@ -146,21 +151,6 @@ def _temporary_folder() -> Iterator[str]:
             yield folder
         finally:
             tempfile.tempdir = before
-
-
-@contextmanager
-def _handlers(signals: Iterable[signal.Signals], handler: signal.Handlers | None) -> Iterator[None]:
-    """Sets handlers of signals for a while, or, with None, puts back the present ones at the end."""
-    before = {each: signal.getsignal(each) for each in signals}
-    try:
-        if handler is not None:
-            for each in before:
-                signal.signal(each, handler)
-        yield
-    finally:
-        for each, own in before.items():
-            if own is not None:
-                signal.signal(each, own)
 
 
 def _start_method() -> str:

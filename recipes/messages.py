@@ -48,6 +48,19 @@ def _after_first_rank() -> Iterator[None]:
         raise
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process, after rank 0 has said why.
+
+    Args:
+        code: Exit code.
+
+    Raises:
+        SystemExit: Always.
+    """
+    with _after_first_rank():
+        raise SystemExit(code)
+
+
 def fail(error: BaseException, *, debug: bool) -> NoReturn:
     """Ends the process with one message; users' errors are the same on all ranks, so rank 0 alone reports them.
 

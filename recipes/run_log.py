@@ -1,16 +1,15 @@
 """Tells console and sinks what a run does, step by step, and sums it up."""
 
-import time
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from checkpoint import TrainState, save
 from parallel import Mesh
 from recipes.metrics import EvaluationMetrics, MetricsSink, Reporter, StepMetrics, peak_bytes
-from recipes.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +25,9 @@ class TrainSummary:
         held_out_loss: Loss on held-out text after it; None without such text.
         tokens_per_s: Valid tokens a second over all ranks, by the median step.
         peak_bytes: Peak memory of the fullest rank.
-        save_s: Seconds that the last checkpoint took.
+        save_s: Seconds that training stood still for the last checkpoint.
         load_s: Seconds that loading took; None for a new run.
+        stopped_by: Name of the signal that ended it early.
     """
 
     mesh: str
@@ -40,6 +40,7 @@ class TrainSummary:
     peak_bytes: int
     save_s: float
     load_s: float | None
+    stopped_by: str | None = None
 
 
 class RunLog:
@@ -57,6 +58,7 @@ class RunLog:
         self._first_step, self._steps = first_step, list[StepMetrics]()
         self._held_out_loss: float | None = None
         self._save_s = 0.0
+        self._stopped_by: str | None = None
 
     def step(self, metrics: StepMetrics) -> None:
         """Takes note of a step."""
@@ -74,12 +76,25 @@ class RunLog:
         for sink in self._sinks:
             sink.write(metrics)
 
-    def save(self, recipe: Recipe, state: TrainState) -> None:
-        """Writes a checkpoint and takes note of it."""
-        start_s = time.perf_counter()
-        path = save(recipe.output.checkpoints, state, retention=recipe.output.retention)
-        self._save_s = time.perf_counter() - start_s
-        self._reporter.message(f"after step {state.step}: saved {path} in {self._save_s:.2f} s")
+    def saved(self, path: Path, time_s: float) -> None:
+        """Takes note of a checkpoint.
+
+        Args:
+            path: Where it is.
+            time_s: Seconds that training stood still for it.
+        """
+        self._save_s = time_s
+        self._reporter.message(f"saved {path}; training stood still for {time_s:.2f} s")
+
+    def stopped(self, number: signal.Signals, step: int) -> None:
+        """Takes note of a signal that ended the run.
+
+        Args:
+            number: The signal.
+            step: The last step, which is saved.
+        """
+        self._stopped_by = number.name
+        self._reporter.message(f"stopped by {number.name} after step {step}, which is saved; the same command goes on")
 
     def summary(self, mesh: Mesh, load_s: float | None) -> TrainSummary:
         """What the run did; every rank calls this together."""
@@ -97,4 +112,5 @@ class RunLog:
             peak_bytes=int(peak.item()),
             save_s=self._save_s,
             load_s=load_s,
+            stopped_by=self._stopped_by,
         )

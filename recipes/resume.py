@@ -1,0 +1,107 @@
+"""Where a run starts from: its own newest checkpoint, the weights of another run, or nothing."""
+
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch.optim import Optimizer
+
+from checkpoint import TrainState, latest, load
+from checkpoint.ranks import Ranks
+from parallel import Trained
+from recipes.from_checkpoint import find_checkpoint, in_one_line, load_weights, refuse_other_model
+from recipes.recipe import Recipe, changed_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts from.
+
+    Attributes:
+        own: Its own newest checkpoint.
+        weights: The checkpoint whose weights it takes, if it has none of its own.
+    """
+
+    own: Path | None
+    weights: str | None
+
+    @classmethod
+    def find(cls, recipe: Recipe, ranks: Ranks) -> "Start":
+        """Looks for checkpoints; every rank calls this together.
+
+        Args:
+            recipe: The run's recipe; its folder is made, so that one that cannot be fails the run before its first
+                step.
+            ranks: Ranks of the job.
+
+        Raises:
+            ValueError: If the checkpoint that it names for its weights is none.
+            OSError: If its folder cannot be made.
+        """
+
+        def newest() -> Path | None:
+            recipe.output.checkpoints.mkdir(parents=True, exist_ok=True)
+            return latest(recipe.output.checkpoints)
+
+        def origin(path: str) -> str:
+            return ranks.on_coordinator(f"start from {path}", lambda: find_checkpoint(path))
+
+        own = ranks.on_coordinator(f"use {recipe.output.checkpoints}", newest)
+        named = recipe.training.init_from
+        return cls(own=own, weights=None if own is not None or named is None else origin(named))
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether parameters need initial values."""
+        return self.own is None and self.weights is None
+
+    def load(self, state: TrainState, recipe: Recipe) -> float | None:
+        """Fills a state; every rank calls this together.
+
+        Args:
+            state: The run's state, as it was built.
+            recipe: The run's recipe.
+
+        Returns:
+            Seconds that the run's own checkpoint took; None without one.
+
+        Raises:
+            ValueError: If the checkpoint does not fit, or cannot be read.
+        """
+        start_s = time.perf_counter()
+        if self.weights is not None:
+            load_weights(self.weights, cast(Trained, state.trained), recipe)
+        if self.own is None:
+            return None
+        refuse_other_model(self.own, recipe)
+        optimizer = cast(Optimizer, state.optimizer)
+        wanted = [_hyperparameters(group) for group in optimizer.param_groups]
+        try:
+            load(self.own, state)
+        except ValueError as error:
+            raise in_one_line(error, self.own, recipe, "; name another output.folder for it") from error
+        for group, values in zip(optimizer.param_groups, wanted, strict=True):
+            changes = changed_fields(_hyperparameters(group), values, f"{group['name']}.")
+            if changes:
+                warnings.warn(f"the optimizer changes on resume (saved -> now): {'; '.join(changes)}", stacklevel=2)
+            group.update(values)
+        return time.perf_counter() - start_s
+
+    def headline(self, state: TrainState, last_step: int) -> str:
+        """What a run says of its start.
+
+        Args:
+            state: The state after `load`.
+            last_step: The step after which it stops.
+        """
+        if self.own is None:
+            return "from scratch" if self.weights is None else f"from the weights of {self.weights}, else from scratch"
+        left = "" if state.step < last_step else f"; nothing is left to do until step {last_step}"
+        return f"from {self.own}: step {state.step}, {state.num_tokens:,} tokens seen{left}"
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """What a recipe says of a group, but for its learning rate, which the schedule sets."""
+    return {name: group[name] for name in ("betas", "eps", "weight_decay")}

@@ -1,0 +1,63 @@
+"""What the process that starts the ranks does with the signals that it gets."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import active_children
+from types import FrameType
+
+from recipes.messages import interrupted
+
+REPEAT_S = 1.0
+"""A terminal sends Ctrl-C to launcher and ranks alike, and the launcher sends it on: only after this it is a second."""
+
+
+@contextmanager
+def forward_signals(signals: Iterable[signal.Signals]) -> Iterator[list[int]]:
+    """Sends signals on to all ranks that this process has started, which know what to do; a second Ctrl-C kills them.
+
+    Args:
+        signals: The signals.
+
+    Yields:
+        Those that have come; the list grows.
+    """
+    came: list[int] = []
+    first_s = 0.0
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal first_s
+        children = active_children()
+        if not children:
+            interrupted(number)
+        again = bool(came) and number == signal.SIGINT and time.monotonic() - first_s > REPEAT_S
+        first_s = first_s or time.monotonic()
+        came.append(number)
+        for each in children:
+            with suppress(ProcessLookupError):
+                os.kill(each.pid or 0, signal.SIGKILL if again else number)
+
+    with handlers(signals, forward):
+        yield came
+
+
+@contextmanager
+def handlers(
+    signals: Iterable[signal.Signals], handler: signal.Handlers | Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Sets a handler of signals for a while.
+
+    Args:
+        signals: The signals.
+        handler: What handles them.
+    """
+    before = {each: signal.signal(each, handler) for each in signals}
+    try:
+        yield
+    finally:
+        for each, own in before.items():
+            # None is a handler that Python has not set, and cannot.
+            if own is not None:
+                signal.signal(each, own)
