@@ -116,11 +116,11 @@ def model_parts(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) ->
             tp_dim=tp_dim if tp_dim is not None and tp_dim < parameter.dim() else None,
         )
         members[max(around, default=(0, len(units)))[1]].append(spec)
-    frees = config.resolved_strategy in ("full_shard", "hybrid_shard")
-    kept = kept_unit(units, config.sharding)
+    strategy, kept = config.resolved_strategy, kept_unit(units, config.sharding)
     specs: list[UnitSpec] = []
     for unit, own in zip(units, members, strict=False):
-        is_kept = unit.backward_needs_weights and (unit is kept or not frees)
+        is_kept = unit.backward_needs_weights and (unit is kept or strategy not in ("full_shard", "hybrid_shard"))
+        is_kept = is_kept or strategy == "no_shard"
         again = unit.backward_needs_weights and not is_kept
         specs.append(UnitSpec(parameters=tuple(own), kept=is_kept, gathered_again=again))
     # The root is needed again as soon as backward starts.

@@ -1,0 +1,66 @@
+"""What every rank holds at three moments equals what the ledger predicts, to the byte."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from models.llama.config import LlamaConfig
+from parallel import ParallelConfig, Precision, Sharding
+from parallel.ledger.live import LiveMeter
+from parallel.ledger.parts import model_parts
+from parallel.ledger.states import Moments, predict_states
+from tests.parallel.small_model import adamw, batches, build
+from tests.ranks import run_ranks
+
+BF16 = Precision(compute="bfloat16", reduce="float32")
+VIEWS = ("fsdp", "dp_replicate", "tp")
+
+
+def measured(fields: dict[str, Any], model: dict[str, Any]) -> tuple[Moments, Moments]:
+    """What this rank holds, and what was predicted."""
+    trained = build(ParallelConfig(**fields), LlamaConfig(**{"num_layers": 2, **model}), dtype=torch.float32)
+    optimizer = trained.build_optimizer(adamw)
+    mine = batches(trained.mesh, 0)
+    parts = model_parts(trained.source, trained.config, trained.plan)
+    predicted = predict_states(parts, {view: trained.mesh.coordinate(view) for view in VIEWS})
+    trained.forward_backward(mine)
+    optimizer.step()
+    optimizer.zero_grad()
+    meter = LiveMeter(trained, optimizer)
+    seen = [meter.measure()]
+    trained.model.register_forward_hook(lambda *_: seen.append(meter.measure()))
+    trained.forward_backward(mine)
+    seen.append(meter.measure())
+    rest, after_forward, after_backward = seen
+    return Moments(rest=rest, after_forward=after_forward, after_backward=after_backward), predicted
+
+
+HYBRID = {"dp_replicate": 2, "strategy": "hybrid_shard"}
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "full_shard": (2, {}, {}),
+    "full_shard with rows that do not divide": (3, {"sharding": Sharding(keep_last_unit=True)}, {"vocab_size": 259}),
+    "full_shard in bf16, tied embeddings in the root": (2, {"precision": BF16}, {"tied_embeddings": True}),
+    "shard_grad_op with rows that do not divide": (3, {"strategy": "shard_grad_op"}, {}),
+    "shard_grad_op in bf16": (2, {"strategy": "shard_grad_op", "precision": BF16}, {}),
+    "hybrid_shard": (4, HYBRID, {}),
+    "hybrid_shard_zero2 in bf16": (4, HYBRID | {"strategy": "hybrid_shard_zero2", "precision": BF16}, {}),
+    "hybrid_shard_zero2 of one rank a group": (2, HYBRID | {"strategy": "hybrid_shard_zero2"}, {}),
+    "no_shard": (2, {"strategy": "no_shard"}, {}),
+    "no_shard in bf16": (2, {"strategy": "no_shard", "precision": BF16}, {}),
+    "ddp": (2, {"data_parallel": "ddp"}, {}),
+    "ddp in bf16": (2, {"data_parallel": "ddp", "precision": BF16}, {}),
+    "zero1 with rows that do not divide": (3, {"data_parallel": "zero1"}, {}),
+    "tp": (2, {"tp": 2}, {"vocab_size": 259, "attention_bias": True}),
+    "tp in bf16": (2, {"tp": 2, "precision": BF16, "strategy": "shard_grad_op"}, {}),
+    "resharding to pairs": (4, {"sharding": Sharding(reshard_group=2)}, {}),
+    "full_shard x tp": (4, {"dp_shard": 2, "tp": 2}, {"vocab_size": 259}),
+    "ddp x tp": (4, {"data_parallel": "ddp", "tp": 2}, {}),
+    "one process": (1, {"data_parallel": "none", "precision": BF16}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_predicted_states_equal_the_measured_ones(name: str) -> None:
+    for measured_moments, predicted in run_ranks(CASES[name][0], measured, *CASES[name][1:]):
+        assert measured_moments == predicted
