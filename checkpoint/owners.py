@@ -76,16 +76,17 @@ class Owners:
         for group in self._groups:
             self._group_of |= dict.fromkeys(group.tensors, group)
 
-    def of_rank(self, rank: int) -> Iterator[Piece]:
-        """What a rank writes."""
+    def of_rank(self, rank: int) -> list[Piece]:
+        """What a rank writes, in the order of its file: wide dtypes first, so that all values are aligned."""
+        pieces = []
         for group in self._groups:
-            layout = group.layout
-            if layout.holds(rank):
-                replica = layout.replica(rank)
-                for name, box in group.boxes(group.coordinates(rank)):
-                    part = group.stretch(name, box, group.coordinates(rank), replica)
+            if group.layout.holds(rank):
+                replica, coordinates = group.layout.replica(rank), group.coordinates(rank)
+                for name, box in group.boxes(coordinates):
+                    part = group.stretch(name, box, coordinates, replica)
                     if part is not None:
-                        yield Piece(name, rank, part)
+                        pieces.append(Piece(name, rank, part))
+        return sorted(pieces, key=lambda piece: -self.tensors[piece.name].dtype.itemsize)
 
     def overlapping(self, name: str, box: Box) -> Iterator[Piece]:
         """The pieces that hold the values of a part of a tensor."""

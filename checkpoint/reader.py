@@ -1,12 +1,14 @@
 """Reads any slices of any tensors of a checkpoint, each byte verified, and no file that they do not lie in."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from checkpoint.owners import Owners, Piece
 from checkpoint.safetensors_header import CODES, StoredValues
 from checkpoint.shard_file import memory_of
 from checkpoint.verified_file import Extent, VerifiedFile
+
+T = TypeVar("T")
 
 READ_BYTES = 4 << 20
 """Bytes of one read at most, also of memory that a read takes beside its target."""
@@ -103,26 +107,32 @@ class Reads:
             ValueError: If a block is damaged; memory is then partly filled.
             OSError: If a file cannot be read.
         """
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-read") as pool:
-            for first in range(0, len(self._plans), FILES_AT_ONCE):
-                with ExitStack() as stack:
-                    plans = self._plans[first : first + FILES_AT_ONCE]
-                    runs = [
-                        (stack.enter_context(plan.file), run)
-                        for plan in plans
-                        for run in _runs(plan.parts, plan.file.block_bytes)
-                    ]
-                    futures = [pool.submit(_read, file, run) for file, run in runs]
-                    try:
-                        for future in futures:
-                            future.result()
-                    finally:
-                        # After an error the rest must not start, and what runs must end before the files close.
-                        for future in futures:
-                            future.cancel()
-                        for future in futures:
-                            if not future.cancelled():
-                                future.exception()
+        for first in range(0, len(self._plans), FILES_AT_ONCE):
+            with ExitStack() as stack:
+                work = []
+                for plan in self._plans[first : first + FILES_AT_ONCE]:
+                    stack.enter_context(plan.file)
+                    work += [partial(_read, plan.file, run) for run in _runs(plan.parts, plan.file.block_bytes)]
+                in_threads(work)
+
+
+def in_threads(work: Sequence[Callable[[], T]]) -> list[T]:
+    """Runs some calls on two threads.
+
+    Args:
+        work: The calls; after an error no more are started, and those that run come to their end.
+
+    Returns:
+        Their results, in their order.
+    """
+    if len(work) == 1:
+        return [work[0]()]
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-read") as pool:
+        futures = [pool.submit(call) for call in work]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 class ShardReader:

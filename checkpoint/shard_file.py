@@ -5,6 +5,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from types import TracebackType
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from checkpoint import filesystem
 from checkpoint.manifest import StoredFile, digests_name
-from checkpoint.safetensors_header import build_header
+from checkpoint.safetensors_header import LENGTH_BYTES, build_header
 
 BATCH_BYTES = 4 << 20
 """Bytes of one write: enough to hide a call, few enough to be in the cache when they are hashed."""
@@ -30,7 +31,7 @@ def memory_of(values: Tensor) -> memoryview:
 def write(
     path: Path,
     entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    tensors: Iterable[Tensor],
+    values: Iterable[Iterable[Tensor]],
     block_bytes: int,
 ) -> StoredFile:
     """Writes a new file and its digests, and waits until the disk has both.
@@ -38,7 +39,7 @@ def write(
     Args:
         path: Where; must not exist.
         entries: Key -> dtype and shape, in the order of the values; readers are fastest when wide dtypes come first.
-        tensors: The values in the same order, on any device, each asked for when its turn comes.
+        values: For each entry its rows as one tensor or more, on any device, each asked for when its turn comes.
         block_bytes: Bytes under one digest.
 
     Returns:
@@ -52,7 +53,7 @@ def write(
     try:
         num_bytes = 0
         with BlockDigests(block_bytes) as digests:
-            for batch in _batches(build_header(entries), _announced(entries, tensors)):
+            for batch in _batches(_padded(build_header(entries), block_bytes), _announced(entries, values)):
                 filesystem.write(descriptor, [view for view, _ in batch])
                 digests.update(batch)
                 size = sum(len(view) for view, _ in batch)
@@ -72,6 +73,12 @@ def _write_digests(path: Path, table: bytes) -> str:
     finally:
         os.close(descriptor)
     return xxhash.xxh3_64_hexdigest(table)
+
+
+def _padded(header: bytes, block_bytes: int) -> bytes:
+    """A header that ends with a block, so that damage to the one is no damage to the values behind it."""
+    text = header[LENGTH_BYTES:] + b" " * (-len(header) % block_bytes)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 Batch = Sequence[tuple[memoryview, object]]
@@ -145,15 +152,21 @@ class BlockDigests:
 
 
 def _announced(
-    entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor]
+    entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], values: Iterable[Iterable[Tensor]]
 ) -> Iterator[Tensor]:
-    for (key, (dtype, shape)), tensor in zip(entries.items(), tensors, strict=True):
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+    for (key, (dtype, shape)), tensors in zip(entries.items(), values, strict=True):
+        num_left = prod(shape)
+        for tensor in tensors:
+            num_left -= tensor.numel()
+            if tensor.dtype != dtype or tensor.shape[1:] != shape[1:] or num_left < 0:
+                num_left = -1
+                break
+            yield tensor.detach()
+        if num_left:
             raise ValueError(
-                f"{key} was announced as {dtype} {list(shape)} but is {tensor.dtype} {list(tensor.shape)}; "
-                "a state must not change while it is saved"
+                f"{key} was announced as {dtype} {list(shape)}, but its values are others; a state must not change "
+                "while it is saved"
             )
-        yield tensor.detach()
 
 
 def _batches(header: bytes, tensors: Iterable[Tensor]) -> Iterator[Batch]:

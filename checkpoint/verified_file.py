@@ -122,7 +122,7 @@ class VerifiedFile:
         """
         header: FileHeader | None = getattr(self, "header", None)
         if header is None or start < header.num_bytes:
-            what = "of the header"
+            what = "of the header, which says where its tensors lie"
         else:
             names = [
                 repr(key)

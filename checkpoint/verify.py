@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 
 from checkpoint.manifest import FILE_NAME, Manifest, digests_name
-from checkpoint.reader import NUM_THREADS, READ_BYTES, ShardReader
+from checkpoint.reader import READ_BYTES, ShardReader, in_threads
 from checkpoint.verified_file import VerifiedFile
 
 MAX_LISTED = 40
@@ -44,7 +44,7 @@ def _problems(reader: ShardReader) -> Iterator[str]:
     missing = sum(tensor.num_bytes for tensor in reader.manifest.tensors.values())
     for name in files:
         rank = int(name.removeprefix("rank-").removesuffix(".safetensors"))
-        pieces = list(reader.owners.of_rank(rank))
+        pieces = reader.owners.of_rank(rank)
         missing -= sum(prod(piece.box.sizes) * reader.manifest.tensors[piece.name].dtype.itemsize for piece in pieces)
         try:
             file = reader.file(rank)
@@ -63,7 +63,8 @@ def _problems(reader: ShardReader) -> Iterator[str]:
 def _damage(file: VerifiedFile) -> Iterator[str]:
     """The damaged stretches of a file."""
     step = max(READ_BYTES // file.block_bytes, 1) * file.block_bytes
-    with file, ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-verify") as pool:
-        starts = range(0, file.stored.num_bytes, step)
-        for damaged in pool.map(lambda start: file.damaged(start, min(start + step, file.stored.num_bytes)), starts):
+    size = file.stored.num_bytes
+    with file:
+        stretches = [partial(file.damaged, start, min(start + step, size)) for start in range(0, size, step)]
+        for damaged in in_threads(stretches):
             yield from damaged

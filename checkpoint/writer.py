@@ -95,7 +95,8 @@ def write(folder: Path, saved: SavePlan, rank: int) -> dict[str, StoredFile]:
     if saved.parts:
         entries = {key: (values.dtype, tuple(values.shape)) for key, values in saved.parts.items()}
         name = file_name(rank)
-        written[name] = shard_file.write(folder / name, entries, saved.parts.values(), BLOCK_BYTES)
+        values = ((each,) for each in saved.parts.values())
+        written[name] = shard_file.write(folder / name, entries, values, BLOCK_BYTES)
     filesystem.sync_folder(folder)
     return written
 
@@ -169,7 +170,7 @@ def _merge(described: Mapping[tuple[int, ...], Mapping[str, StoredTensor]], worl
 
 
 def _parts(flat: FlatState, tensors: Mapping[str, StoredTensor], rank: int) -> dict[str, Tensor]:
-    """The values that a rank writes by key in its file, wide dtypes first so that all are aligned."""
+    """The values that a rank writes by key in its file."""
     parts: dict[str, Tensor] = {}
     for piece in Owners(tensors).of_rank(rank):
         stored = tensors[piece.name]
@@ -186,7 +187,7 @@ def _parts(flat: FlatState, tensors: Mapping[str, StoredTensor], rank: int) -> d
         for dim, (offset, size) in enumerate(zip(piece.box.within(held).offsets, piece.box.sizes, strict=True)):
             values = values.narrow(dim, offset, size)
         parts[piece.key(stored.shape)] = values.detach()
-    return dict(sorted(parts.items(), key=lambda item: -item[1].dtype.itemsize))
+    return parts
 
 
 def _aligned(num_bytes: int) -> int:
