@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpoint import optimizer_fit, optimizer_state, random_state
+from checkpoint.canonical import MODEL_PREFIX, CanonicalTensors
 from checkpoint.differences import Differences
 from checkpoint.layout import local_box
 from checkpoint.manifest import Manifest
 from checkpoint.ranks import Ranks
 from checkpoint.reader import Slice
-from checkpoint.state import MODEL_PREFIX, TrainState, model_tensors
+from checkpoint.state import TrainState, model_tensors
 from checkpoint.undo import Undo
 
 Part = Literal["model", "optimizer", "progress", "rng"]
@@ -29,10 +30,6 @@ class _Like:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Like":
-        return cls(tuple(tensor.shape), tensor.dtype)
 
 
 class Restore:
@@ -56,6 +53,7 @@ class Restore:
             else optimizer_state.read(self.optimizer, self.parameters)
         )
         self.new_entries: dict[str, Tensor] = {}
+        self.targets = self._canonical({})
         self.generators: dict[str, Tensor] = {}
         self.undo_all: Undo | None = None
         self.attempted: list[str] = []
@@ -82,7 +80,7 @@ class Restore:
             differences.unexpected.extend(f"stateful.{name}" for name in saved if name not in current)
         return differences
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> CanonicalTensors:
         """The tensors to fill, by canonical name: the state's own, and new ones for what it does not have yet."""
         targets: dict[str, Tensor] = model_tensors(self.parameters) if "model" in self.parts else {}
         targets |= self.current.tensors
@@ -91,13 +89,16 @@ class Restore:
             for name in self._adopted():
                 parameter = self.parameters[optimizer_state.split_name(name)[0]]
                 stored = self.manifest.tensors[name]
+                is_whole = stored.shape == self._whole_shape(optimizer_state.split_name(name)[0])
+                shape = tuple(parameter.shape) if is_whole else stored.shape
                 self.new_entries[name] = optimizer_state.new_entry(
-                    name, stored.dtype, stored.shape, parameter, groups[id(parameter)]
+                    name, stored.dtype, shape, parameter, groups[id(parameter)]
                 )
         self.generators = {
             name: torch.empty(like.shape[1:], dtype=like.dtype) for name, like in self._generators().items()
         }
-        return targets | self.new_entries
+        self.targets = self._canonical(targets | self.new_entries)
+        return self.targets
 
     def slices(self) -> list[Slice]:
         """The parts of stored tensors that this rank needs, with the memory of the state that takes them."""
@@ -130,8 +131,9 @@ class Restore:
                     ) from error
 
     def finish(self) -> None:
-        """Takes over the rest, after all tensors are filled."""
+        """Takes over the rest, after all tensors are filled; ranks call this together."""
         header = self.manifest.header
+        self.targets.fill_held()
         if self.optimizer is not None and header.optimizer is not None:
             optimizer_state.attach(self.optimizer, self.parameters, self.new_entries, header.optimizer["scalars"])
         if "progress" in self.parts:
@@ -151,15 +153,23 @@ class Restore:
 
     def _wanted_tensors(self) -> dict[str, _Like]:
         model = model_tensors(self.parameters) if "model" in self.parts else {}
-        wanted = {name: _Like.of(tensor) for name, tensor in {**model, **self.current.tensors}.items()}
+        held = {**model, **self.current.tensors}
+        shapes = self._canonical(held)
+        wanted = {name: _Like(tuple(shapes.shape(name)), tensor.dtype) for name, tensor in held.items()}
         for name in self._adopted():
             fqn, _ = optimizer_state.split_name(name)
             stored, of = self.manifest.tensors[name], self.manifest.tensors.get(f"{MODEL_PREFIX}{fqn}")
             # What had the shape of its parameter when saved must have it now.
             like_parameter = of is not None and of.shape == stored.shape
-            shape = tuple(self.parameters[fqn].shape) if like_parameter else stored.shape
+            shape = self._whole_shape(fqn) if like_parameter else stored.shape
             wanted[name] = _Like(shape, stored.dtype)
         return wanted | self._generators()
+
+    def _canonical(self, held: Mapping[str, Tensor]) -> CanonicalTensors:
+        return CanonicalTensors(self.state.trained.backend, self.parameters, held)
+
+    def _whole_shape(self, fqn: str) -> tuple[int, ...]:
+        return tuple(self.state.trained.backend.whole_shape(fqn, self.parameters[fqn]))
 
     def _adopted(self) -> list[str]:
         """Saved entries that the optimizer can take but does not have yet."""
@@ -199,7 +209,7 @@ class Restore:
         differences.missing.extend(name for name in self.current.scalars if name not in scalars)
         differences.unexpected.extend(name for name in scalars if optimizer_state.split_name(name)[0] not in optimized)
         names = [*(name for name in self.manifest.tensors if name.startswith(optimizer_state.PREFIX)), *scalars]
-        num_dims = {fqn: parameter.dim() for fqn, parameter in self.parameters.items()}
+        num_dims = {fqn: len(self._whole_shape(fqn)) for fqn in self.parameters}
         missing, unexpected = optimizer_fit.uneven_entries(names, self.current.groups, num_dims)
         differences.missing.extend(sorted(set(missing) - set(differences.missing)))
         differences.unexpected.extend(sorted(set(unexpected) - set(differences.unexpected)))

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import optimizer_state, random_state
+from checkpoint.canonical import MODEL_PREFIX, Backend, CanonicalTensors
 from checkpoint.manifest import Header
 from checkpoint.safetensors_header import CODES
 from checkpoint.strict_json import digest, to_json
 from parallel.config import ParallelConfig
 
-MODEL_PREFIX = "model."
 COUNT_LIMIT = 10**18
 """Steps and tokens stay below it: names of step folders have up to 18 digits."""
 
@@ -45,6 +45,11 @@ class Trained(Protocol):
     @property
     def mesh(self) -> HasConfig:
         """The mesh that it lives on."""
+        ...
+
+    @property
+    def backend(self) -> Backend:
+        """What knows how parameters are held."""
         ...
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
@@ -80,7 +85,8 @@ class FlatState:
     """A training state in the form that storage takes, and that knows nothing of modules or optimizers.
 
     Attributes:
-        tensors: Canonical name -> tensor: `model.<fqn>`, `optimizer.<fqn>.<entry>`.
+        tensors: Canonical name -> tensor of the model's shape: `model.<fqn>`, `optimizer.<fqn>.<entry>`. Reading the
+            first one may take all ranks.
         per_rank: Canonical name -> this rank's row of a tensor with a row for each rank: `rng.<device>`.
         header: All that is no tensor.
     """
@@ -148,7 +154,8 @@ def flatten(state: TrainState, world_size: int) -> FlatState:
         stateful={name: _mapping(each.state_dict(), f"stateful.{name}") for name, each in state.stateful.items()},
         recipe=_mapping(state.recipe, "recipe"),
     )
-    return FlatState(tensors=tensors, per_rank=random_state.capture(), header=header)
+    tensors_of_model = CanonicalTensors(state.trained.backend, parameters, tensors)
+    return FlatState(tensors=tensors_of_model, per_rank=random_state.capture(), header=header)
 
 
 def _mapping(value: Mapping[str, Any], where: str) -> dict[str, Any]:

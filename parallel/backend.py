@@ -35,6 +35,7 @@ class Backend(Protocol):
         Raises:
             ValueError: On every rank.
         """
+        return
 
     def wrap(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> nn.Module:
         """Shards or wraps the model; gradients of the result are summed, never averaged, over ranks."""
@@ -60,6 +61,7 @@ class Backend(Protocol):
 
     def reshard(self, model: nn.Module) -> None:
         """Frees whatever unsharded parameters are still held, so that `parameters()` are the sharded ones."""
+        return
 
     def sharded_views(self, parameter: Tensor) -> frozenset[str]:
         """Names of the mesh's views along which a parameter is split; along the others it is replicated."""
@@ -85,3 +87,4 @@ class Backend(Protocol):
 
     def from_canonical(self, fqn: str, canonical: Tensor, held: Tensor) -> None:
         """Fills what a rank holds from what `to_canonical` made of it, which storage has filled meanwhile."""
+        return

@@ -12,6 +12,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from checkpoint import TrainState
 from parallel import ModelShape, ParallelConfig, ParallelPlan, Unit, build_mesh, parallelize
+from parallel.none import OneProcess
 
 PLAN = ParallelPlan(
     shape=ModelShape(
@@ -59,6 +60,7 @@ class PlainTrained:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.mesh = PlainMesh(ParallelConfig(data_parallel="none", dp_shard=1))
+        self.backend = OneProcess()
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
         return dict(self.model.named_parameters())
