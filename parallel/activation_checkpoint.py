@@ -24,6 +24,7 @@ ATTENTION = frozenset(
         _aten._scaled_dot_product_cudnn_attention.default,
     }
 )
+GATHERS = frozenset({_collectives.all_gather_into_tensor.default})
 REDUCTIONS = frozenset({_collectives.reduce_scatter_tensor.default, _collectives.all_reduce.default})
 
 

@@ -1,10 +1,11 @@
 """Counts the collectives that a rank issues: kind, group, payload, dtype and when."""
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -66,9 +67,12 @@ _OPS: dict[str, tuple[Kind, int | None]] = {
 _SILENT = {
     "c10d::barrier",
     "c10d::monitored_barrier_",
-    "_c10d_functional::wait_tensor",
     "_c10d_functional::_wrap_tensor_autograd",
 }
+_WAIT = "_c10d_functional::wait_tensor"
+# Tensors whose ops turn themselves into local ones and collectives, which come back to the counter.
+# Private: the public functional collectives return it, and only by its type can its waiting be seen.
+_WRAPPERS = (torch.distributed.tensor.DTensor, torch.distributed._functional_collectives.AsyncCollectiveTensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,8 @@ class Collective:
         payload_bytes: Bytes of its larger side: of the gathered tensor, or of the input to reduce.
         dtype: Type of the elements.
         phase: Whether it ran in forward or, called by autograd, in backward.
-        start_s: Seconds from the counter's start to the call.
+        start_s: When it was called, on the clock of `time.perf_counter`.
+        end_s: When its result was there, as far as the host knows: on a GPU, when it was queued; None before that.
     """
 
     kind: Kind
@@ -92,6 +97,14 @@ class Collective:
     dtype: torch.dtype
     phase: Phase
     start_s: float
+    end_s: float | None = None
+
+
+class Span(NamedTuple):
+    """A stretch of time, on the clock of `time.perf_counter`."""
+
+    start_s: float
+    end_s: float
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -99,6 +112,8 @@ class CollectiveCounter(TorchDispatchMode):
 
     Attributes:
         records: The collectives, in the order in which this rank issued them.
+        waits: When Python waited for one; on a GPU that blocks a stream and hardly the host. What C++ waits for by
+            itself, as DDP does at the end of backward, is not among them.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -110,39 +125,93 @@ class CollectiveCounter(TorchDispatchMode):
         super().__init__()
         self.mesh = mesh
         self.records: list[Collective] = []
-        self._start_s = time.perf_counter()
+        self.waits: list[Span] = []
+        # Records of collectives whose end shows only when they are waited for: by the memory of their results, or by
+        # the identity of their handle, which is held so that Python knows it again.
+        self._pending: dict[int, int] = {}
+        self._handles: dict[int, tuple[dist.Work, int]] = {}
+        self._untimed_waits: list[Callable[..., Any]] = []
+
+    def __enter__(self) -> Self:
+        """Starts to record."""
+        untimed = dist.Work.wait
+        self._untimed_waits.append(untimed)
+
+        @functools.wraps(untimed)
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            start_s = time.perf_counter()
+            done = untimed(work, *args, **kwargs)
+            self.waits.append(Span(start_s, time.perf_counter()))
+            _, index = self._handles.pop(id(work), (None, None))
+            if index is not None:
+                self._ended(index)
+            return done
+
+        dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Stops to record."""
+        super().__exit__(*error)
+        self._handles.clear()
+        dist.Work.wait = self._untimed_waits.pop()  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Lets the op run and records it if it is a collective."""
-        if any(issubclass(each, torch.distributed.tensor.DTensor) for each in types):
-            # DTensor first turns itself into local ops and collectives, which come back here.
+        if any(issubclass(each, _WRAPPERS) for each in types):
             return NotImplemented
         name = func.name().split(".")[0] if isinstance(func, torch._ops.OpOverload) else ""
         if not name.startswith(("c10d::", "_c10d_functional::")) or name in _SILENT:
             return func(*args, **(kwargs or {}))
-        if name not in _OPS:
+        if name != _WAIT and name not in _OPS:
             raise NotImplementedError(f"the collective counter does not know {name}; add it to its table")
-        kind, position = _OPS[name]
-        start_s = time.perf_counter() - self._start_s
+        start_s = time.perf_counter()
         result = func(*args, **(kwargs or {}))
+        if name == _WAIT:
+            self._waited(args[0], start_s)
+        else:
+            self._record(name, args, result, start_s)
+        return result
+
+    def _record(self, name: str, args: tuple[Any, ...], result: Any, start_s: float) -> None:
+        kind, position = _OPS[name]
         payload = list(_tensors(result if position is None else args[position]))
         group = next(filter(None, map(_process_group, args)))
-        if group.size() > 1:
-            ranks = dist.get_process_group_ranks(group)
-            self.records.append(
-                Collective(
-                    kind=kind,
-                    view=self.mesh.view_of(ranks),
-                    ranks=tuple(ranks),
-                    payload_bytes=sum(tensor.numel() * tensor.element_size() for tensor in payload),
-                    dtype=payload[0].dtype,
-                    phase="backward" if _in_backward() else "forward",
-                    start_s=start_s,
-                )
-            )
-        return result
+        if group.size() == 1:
+            return
+        ranks = dist.get_process_group_ranks(group)
+        record = Collective(
+            kind=kind,
+            view=self.mesh.view_of(ranks),
+            ranks=tuple(ranks),
+            payload_bytes=sum(tensor.numel() * tensor.element_size() for tensor in payload),
+            dtype=payload[0].dtype,
+            phase="backward" if _in_backward() else "forward",
+            start_s=start_s,
+        )
+        index = len(self.records)
+        self.records.append(record)
+        work = _work(result)
+        if work is None:
+            self._pending.update((tensor.data_ptr(), index) for tensor in _tensors(result))
+            return
+        try:
+            # Called by a thread of the backend, unless it is done already.
+            work.get_future().add_done_callback(lambda _: self._ended(index))
+        except RuntimeError:  # gloo's reduce-scatters, sends and receives have none
+            self._handles[id(work)] = work, index
+
+    def _waited(self, tensor: Tensor, start_s: float) -> None:
+        self.waits.append(Span(start_s, time.perf_counter()))
+        index = self._pending.pop(tensor.data_ptr(), None)
+        if index is not None:
+            self._ended(index)
+
+    def _ended(self, index: int) -> None:
+        self.records[index] = replace(self.records[index], end_s=time.perf_counter())
 
     def payload_bytes(self) -> Counter[tuple[Kind, str]]:
         """Payload in bytes by kind and view."""
@@ -184,6 +253,12 @@ def _process_group(argument: Any) -> dist.ProcessGroup | None:
         )
         return group
     return None
+
+
+def _work(result: Any) -> dist.Work | None:
+    """The handle among the results of an op; functional collectives give none."""
+    handles = result if isinstance(result, tuple) else (result,)
+    return next((dist.Work.unbox(each) for each in handles if isinstance(each, torch.ScriptObject)), None)
 
 
 def _in_backward() -> bool:

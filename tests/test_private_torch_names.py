@@ -25,6 +25,9 @@ TESTED = {
     ),
     "torch._ops.OpOverload": COUNTS,
     "torch.distributed._composable.replicate_with_fsdp.replicate": ROWS,
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor": (
+        "tests/parallel/test_collectives.py::test_each_collective_has_an_end_and_waits_are_seen"
+    ),
     "torch.distributed.distributed_c10d._resolve_process_group": COUNTS,
     "torch.ops._c10d_functional": ROWS,
     "torch.testing._internal.distributed.fake_pg.FakeStore": (

@@ -5,7 +5,7 @@ from math import prod
 
 import torch
 
-from parallel.activation_checkpoint import POLICIES, REDUCTIONS
+from parallel.activation_checkpoint import GATHERS, POLICIES, REDUCTIONS
 from parallel.ledger.parts import ModelParts, num_reductions
 from parallel.ledger.term import Term, channel
 from parallel.plan import TensorParallelStyle
@@ -15,8 +15,6 @@ READERS: tuple[TensorParallelStyle, ...] = ("gather_input", "head")
 
 WRITERS: tuple[TensorParallelStyle, ...] = ("embedding", "rowwise")
 """Styles whose outputs are partial sums of it."""
-
-_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
 def tensor_parallel_terms(parts: ModelParts, num_micro_batches: int, num_tokens: int) -> Iterator[Term]:
@@ -75,7 +73,7 @@ def _computed_again(parts: ModelParts) -> tuple[int, int]:
         writers += max(0, _count(parts, WRITERS, inside) - 1)
     if config.activation_checkpointing == "selective":
         keep = POLICIES[config.activation_checkpoint_policy]()
-        readers = 0 if keep(_GATHER, ()) else readers
+        readers = 0 if all(keep(op, ()) for op in GATHERS) else readers
         writers = 0 if all(keep(op, ()) for op in REDUCTIONS) else writers
     return readers, writers
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
 
 from models.layers.loss import CHUNK_TOKENS
 from models.llama.config import LlamaConfig
@@ -260,6 +261,37 @@ def every_kind() -> list[tuple[str, int, str]]:
         leaf.register_hook(lambda gradient: dist.all_reduce(gradient.clone()))
         leaf.sum().backward()
     return [(each.kind, each.payload_bytes, each.phase) for each in counter.records]
+
+
+def test_each_collective_has_an_end_and_waits_are_seen() -> None:
+    for ends, order, waits_of in run_ranks(2, timed):
+        assert ends == [True] * len(ends)
+        assert order, "collectives end after they start, and a wait for one ends no earlier than it does"
+        assert waits_of == [1, 1, 1, 1]
+
+
+def timed() -> tuple[list[bool], bool, list[int]]:
+    mesh = build_mesh(ParallelConfig())
+    own = dist.Work.wait
+    one, two = torch.ones(3), torch.ones(6)
+    waits: list[int] = []
+    with CollectiveCounter(mesh) as counter:
+        for call in (
+            lambda: dist.all_reduce(one),
+            lambda: dist.all_gather_single(two, one, async_op=True).wait(),
+            # Of this one gloo tells the end only to who waits.
+            lambda: dist.reduce_scatter_single(one, two),
+            # What it gives waits when it is used.
+            lambda: all_reduce(one, "sum", mesh.group("fsdp")) + 1,
+        ):
+            before = len(counter.waits)
+            call()
+            waits.append(len(counter.waits) - before)
+    assert dist.Work.wait is own
+    ends = [each.end_s is not None for each in counter.records]
+    pairs = zip(counter.records, counter.waits, strict=True)
+    ordered = all(each.start_s < (each.end_s or 0) <= wait.end_s + 1e-3 for each, wait in pairs)
+    return ends, ordered, waits
 
 
 def test_an_unknown_collective_is_an_error_and_not_left_out() -> None:
