@@ -89,8 +89,8 @@ class Moe(Llama):
         x_BSD, context = self._enter(tokens, positions, document_ids)
         valid = None if labels is None else labels != IGNORE_INDEX
         losses, loads = [] if balance_loss is None else [balance_loss], []
-        for block in self.blocks.values():
-            if not isinstance(block, MoeBlock):
+        for number, block in self.blocks.items():
+            if int(number) in self.config.dense_layers:
                 x_BSD = block(x_BSD, **context)
                 continue
             x_BSD, routing = block(x_BSD, **context, valid=valid)
@@ -124,7 +124,7 @@ class Moe(Llama):
         """
         if not self.config.balance_rate:
             return {}
-        sparse = [number for number, block in self.blocks.items() if isinstance(block, MoeBlock)]
+        sparse = [number for number in self.blocks if int(number) not in self.config.dense_layers]
         updates_LE = bias_updates(load, self.config.balance_rate)
         names = [f"blocks.{number}.feed_forward.router.selection_bias" for number in sparse]
         return dict(zip(names, updates_LE, strict=True))

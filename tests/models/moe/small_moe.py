@@ -11,7 +11,7 @@ from torch import Tensor
 from models.hub import HubPart
 from models.moe import Moe, MoeConfig, moe_plan
 from parallel import ParallelConfig, Trained, build_mesh, materialize, parallelize
-from tests.parallel.small_model import batches, whole
+from tests.parallel.small_model import batches, whole_parameters
 
 MODELS: dict[str, dict[str, Any]] = {
     "softmax, loss": {"balance_loss": 0.3},
@@ -70,5 +70,5 @@ def train(
         loads.append(result.expert_load)
         norms.append(trained.clip_gradients(0.5).item())
         optimizer.step()
-    parameters = {fqn: whole(parameter) for fqn, parameter in trained.named_parameters().items()}
+    parameters = whole_parameters(trained)
     return MoeRun(losses, norms, loads, parameters if dist.get_rank() == 0 else {})

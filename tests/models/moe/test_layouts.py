@@ -10,7 +10,7 @@ import torch
 from checkpoint import TrainState, load, save
 from parallel import ParallelConfig
 from tests.models.moe.small_moe import MODELS, MoeRun, build, train
-from tests.parallel.small_model import adamw, batches, difference, sgd, whole
+from tests.parallel.small_model import adamw, batches, difference, sgd, whole_parameters
 from tests.ranks import run_ranks
 
 OPTIMIZERS: dict[str, tuple[Any, float]] = {"adamw": (adamw, 1e-12), "sgd": (sgd, 1e-13)}
@@ -20,6 +20,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "full_shard-2, accumulated": (2, {"reduce_gradients": "last"}, 3),
     "full_shard-2, recomputed": (2, {"activation_checkpointing": "full"}, 2),
     "ddp-2": (2, {"data_parallel": "ddp"}, 2),
+    "fsdp1-2": (2, {"data_parallel": "fsdp1"}, 1),
+    "tp-2": (2, {"tp": 2, "sequence_parallel": False}, 2),
     "zero1-2": (2, {"data_parallel": "zero1"}, 1),
     "hybrid_shard-2x2": (4, {"strategy": "hybrid_shard", "dp_replicate": 2}, 2),
 }
@@ -49,20 +51,31 @@ def test_five_steps_equal_one_process(layout: str, model: str, optimizer: str) -
     assert max(worst.values()) < tolerance, worst
 
 
+def _refusal() -> str:
+    with pytest.raises(ValueError) as refusal:
+        build(ParallelConfig(tp=2), MODELS["softmax, loss"])
+    return str(refusal.value)
+
+
+def test_experts_under_sequence_parallel_are_refused_with_the_remedy() -> None:
+    for message in run_ranks(2, _refusal):
+        assert "feed_forward.router.weight" in message and "set sequence_parallel=False" in message
+
+
 def _save(folder: str) -> dict[str, Any]:
     trained = build(ParallelConfig(), MODELS["sigmoid, loss, bias, shared, dense"])
     optimizer = trained.build_optimizer(adamw)
     trained.forward_backward(batches(trained.mesh, 0))
     optimizer.step()
     save(folder, TrainState(trained=trained, optimizer=optimizer, step=1))
-    return {fqn: whole(parameter) for fqn, parameter in trained.named_parameters().items()}
+    return whole_parameters(trained)
 
 
 def _load(folder: str, config: ParallelConfig) -> dict[str, Any]:
     trained = build(config, MODELS["sigmoid, loss, bias, shared, dense"])
     optimizer = trained.build_optimizer(adamw)
     load(str(next(Path(folder).glob("step-*"))), TrainState(trained=trained, optimizer=optimizer))
-    return {fqn: whole(parameter) for fqn, parameter in trained.named_parameters().items()}
+    return whole_parameters(trained)
 
 
 def test_a_checkpoint_holds_experts_and_selection_biases_on_any_layout(tmp_path: Path) -> None:

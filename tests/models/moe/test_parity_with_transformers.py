@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from models.moe import MOE_HUB, Moe, MoeConfig
-from tests.models.moe.small_moe import part_of_file, part_of_parameter
 from parallel.batch import IGNORE_INDEX
+from tests.models.moe.small_moe import part_of_file, part_of_parameter
 
 # Class in transformers, and fields of its config.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
