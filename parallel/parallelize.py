@@ -19,7 +19,7 @@ from parallel.none import OneProcess
 from parallel.plan import ParallelPlan
 from parallel.replaced import mark_replaced
 from parallel.replicas import differ_between_ranks, hash_bits
-from parallel.tensor_parallel import apply_tensor_parallel, tie
+from parallel.tensor_parallel import apply_tensor_parallel, check_styles, tie
 from parallel.trained import Trained
 from parallel.traits import TRAITS
 from parallel.units import choose_units
@@ -61,6 +61,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
     backend = BACKENDS[resolved.data_parallel]()
     backend.check(model, mesh, resolved, plan)
     _check_blocks(model, mesh, resolved, plan)
+    if resolved.tp > 1 and resolved.sequence_parallel:
+        check_styles(model, plan.tensor_parallel)
     _check_values(model, mesh)
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mesh.device)

@@ -125,6 +125,30 @@ def apply_tensor_parallel(
         model.get_parameter(fqn).requires_grad_(False)
 
 
+def check_styles(model: nn.Module, styles: Mapping[str, TensorParallelStyle]) -> None:
+    """Refuses modules without a style where ranks see different parts of the sequence.
+
+    Such a module would compute, but its gradients would be those of the rank's own tokens, and nothing would add them.
+
+    Args:
+        model: The whole model.
+        styles: Style of each module, by fqn pattern.
+
+    Raises:
+        ValueError: If a trainable parameter lies in a module without a style.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    with_style = {fqn for pattern in styles for fqn in matching(pattern, modules)}
+    parameters = [fqn for fqn, parameter in model.named_parameters() if parameter.requires_grad]
+    left = [fqn for fqn in parameters if fqn.rpartition(".")[0] not in with_style]
+    if left:
+        raise ValueError(
+            f"sequence_parallel splits the sequence, but the plan has no tensor-parallel style for the modules of "
+            f"{len(left)} parameters ({', '.join(left[:3])} ...), whose gradients nobody would add; set "
+            "sequence_parallel=False, with which every rank computes them whole, or give them a style"
+        )
+
+
 def _copy_output(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
     return output.clone()
 
