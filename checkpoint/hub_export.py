@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from checkpoint import filesystem
-from checkpoint.box_io import Scratch, write_box
-from checkpoint.boxes import Box
+from checkpoint.box_io import Scratch, slabs, write_box
+from checkpoint.boxes import Box, whole
+from checkpoint.canonical import MODEL_PREFIX, CanonicalTensors
 from checkpoint.hub_folder import CONFIG_NAME, FILE_NAME, INDEX_NAME
 from checkpoint.hub_places import Places, file_shapes, parts_of
 from checkpoint.manifest import Header
+from checkpoint.offline import SLAB_BYTES, Progress, Source
 from checkpoint.owners import Owners
 from checkpoint.ranks import Ranks
 from checkpoint.safetensors_header import StoredValues, build_header, parse_header
-from checkpoint.state import FlatState
+from checkpoint.state import FlatState, Trained, model_tensors
 from checkpoint.writer import plan
 
 DEFAULT_FILE_BYTES = 5_000_000_000
@@ -33,7 +35,7 @@ Boxes = Iterable[tuple[str, Box, Tensor]]
 
 def save_hub(
     path: str | os.PathLike[str],
-    parameters: Mapping[str, Tensor],
+    trained: Trained,
     config: Mapping[str, Any],
     places: Places,
     *,
@@ -48,7 +50,7 @@ def save_hub(
 
     Args:
         path: The new folder, the same on all ranks.
-        parameters: fqn -> parameter, a DTensor or a plain tensor that all ranks hold alike; tied ones once.
+        trained: The model.
         config: What config.json says of the model.
         places: Where files keep each of the parameters.
         dtype: Type of the values in the files; None: as the parameters have them.
@@ -63,6 +65,9 @@ def save_hub(
     """
     ranks, path, where = Ranks(), Path(path), f"export to {path}"
     header = Header(step=0, num_tokens=0, world_size=ranks.size)
+    held = trained.named_parameters()
+    tensors = CanonicalTensors(trained.backend, held, model_tensors(held))
+    parameters = {fqn: tensors[f"{MODEL_PREFIX}{fqn}"] for fqn in held}
     saved = plan(FlatState(tensors=parameters, per_rank={}, header=header), ranks)
     dtypes = {fqn: dtype or stored.dtype for fqn, stored in saved.tensors.items()}
     shapes = {fqn: stored.shape for fqn, stored in saved.tensors.items()}
@@ -80,6 +85,61 @@ def save_hub(
         if ranks.is_coordinator:
             with suppress(OSError):
                 filesystem.remove_tree(temporary)
+        raise
+    return path
+
+
+def convert_to_hub(
+    path: str | os.PathLike[str],
+    source: Source,
+    config: Mapping[str, Any],
+    places: Places,
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+    progress: Progress = lambda num_bytes: None,
+) -> Path:
+    """Writes a folder that `transformers` loads from a checkpoint, of which a few MiB are in memory at a time.
+
+    Args:
+        path: The new folder.
+        source: The checkpoint; what is no parameter of the model in it is left out.
+        config: What config.json says of the model.
+        places: Where files keep each of the parameters.
+        dtype: Type of the values in the files; None: as the checkpoint has them.
+        max_file_bytes: Most bytes of values in one file, unless one tensor alone has more.
+        progress: Is told of bytes that were read.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: If there is something at that path, a value is too large for the dtype, or the checkpoint is
+            damaged.
+        OSError: If a file cannot be read or written.
+    """
+    path = Path(path)
+    found = {
+        name.removeprefix(MODEL_PREFIX): each for name, each in source.tensors.items() if name.startswith(MODEL_PREFIX)
+    }
+    shapes = {fqn: shape for fqn, (_, shape) in found.items()}
+    dtypes = {fqn: dtype or own for fqn, (own, _) in found.items()}
+    folder = NewHubFolder.of(places, shapes, dtypes, max_file_bytes)
+
+    def pieces() -> Boxes:
+        for fqn in folder.places:
+            own, shape = found[fqn]
+            for box, slab in slabs(whole(shape), torch.empty(shape, dtype=own, device="meta"), SLAB_BYTES):
+                yield fqn, box, source.read(f"{MODEL_PREFIX}{fqn}", box)
+                progress(slab.nbytes)
+
+    temporary = folder.create(path)
+    try:
+        folder.write(temporary, pieces())
+        folder.publish(temporary, path, config)
+    except BaseException:
+        with suppress(OSError):
+            filesystem.remove_tree(temporary)
         raise
     return path
 

@@ -4,17 +4,19 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from checkpoint.box_io import Scratch, read_box, slabs
+from checkpoint.canonical import MODEL_PREFIX, CanonicalTensors
 from checkpoint.differences import Differences
 from checkpoint.hub_folder import HubFolder, open_hub_folder
 from checkpoint.hub_places import Part, Place, Places, file_shapes, parts_of
 from checkpoint.layout import local_box
 from checkpoint.ranks import Ranks
+from checkpoint.state import Trained, model_tensors
 from parallel.replicas import local_part
 
 NUM_THREADS = 2
@@ -39,9 +41,7 @@ class HubNames:
     tied: Sequence[Sequence[str]] = ()
 
 
-def load_hub(
-    path: str | os.PathLike[str], parameters: Mapping[str, Tensor], names: HubNames, *, cast: bool = False
-) -> int:
+def load_hub(path: str | os.PathLike[str], trained: Trained, names: HubNames, *, cast: bool = False) -> int:
     """Fills parameters from a Hugging Face folder; all ranks call this together.
 
     Beyond the parameters a rank needs a few MiB of memory. Nothing is changed unless all of the folder fits; only a
@@ -49,8 +49,7 @@ def load_hub(
 
     Args:
         path: The folder, the same on all ranks.
-        parameters: fqn -> parameter with memory, a DTensor or a plain tensor that all ranks hold alike; tied ones
-            under their first name.
+        trained: The model, whose parameters have memory.
         names: Where files keep them.
         cast: Whether values may be converted to the parameters' dtypes.
 
@@ -63,32 +62,46 @@ def load_hub(
         OSError: If a file cannot be read.
     """
     ranks, where = Ranks(), f"load {path}"
+    held = trained.named_parameters()
+    tensors = CanonicalTensors(trained.backend, held, model_tensors(held))
+    parameters = {fqn: tensors[f"{MODEL_PREFIX}{fqn}"] for fqn in held}
     # One rank reads the headers: ranks together would ask a file system for ranks x files of them.
     folder = ranks.on_coordinator(where, lambda: open_hub_folder(path))
-    reads = ranks.together(where, lambda: _Plan(folder, parameters, names, cast).reads())
-    return ranks.together(where, lambda: _read(folder, reads))
+    parts = ranks.together(where, lambda: HubPlan(folder, parameters, names, cast=cast).local_parts())
+    num_bytes = ranks.together(where, lambda: read_parts(folder, parts))
+    tensors.fill_held()
+    return num_bytes
 
 
-@dataclass
-class _Plan:
-    """What this rank reads from a folder that was held against the model."""
+class HubPlan:
+    """Where a folder that fits a model has each of its parameters."""
 
-    folder: HubFolder
-    parameters: Mapping[str, Tensor]
-    names: HubNames
-    cast: bool
-    places: dict[str, Sequence[Place]] = field(default_factory=dict)
+    def __init__(self, folder: HubFolder, parameters: Mapping[str, Tensor], names: HubNames, *, cast: bool) -> None:
+        """Holds a folder against a model.
 
-    def reads(self) -> list[Part]:
-        self.places = dict(self.names.places(frozenset(self.folder.tensors)))
+        Args:
+            folder: The folder.
+            parameters: fqn -> parameter in the model's shape, perhaps on meta; those that this rank has.
+            names: Where files keep them.
+            cast: Whether values may be converted to the parameters' dtypes.
+
+        Raises:
+            ValueError: If they do not fit; lists every difference.
+            OSError: If a file cannot be read.
+        """
+        self.folder, self.parameters, self.names, self.cast = folder, parameters, names, cast
+        self.places = dict(names.places(frozenset(folder.tensors)))
         expected = {place.name for several in self.places.values() for place in several}
-        twins = {fqn: twin for group in self.names.tied for fqn, twin in self._settle(group)}
+        twins = [twin for group in names.tied for twin in self._settle(group)]
         differences = self._differences(expected)
         if differences:
-            hint = "" if self.cast else " (values are converted with cast=True alone)"
-            raise ValueError(f"{self.folder.path} does not fit the model{hint}; nothing was changed\n{differences}")
-        for fqn, twin in twins.items():
+            hint = "" if cast else " (values are converted with cast=True alone)"
+            raise ValueError(f"{folder.path} does not fit the model{hint}; nothing was changed\n{differences}")
+        for fqn, twin in twins:
             self._require_equal(fqn, twin)
+
+    def local_parts(self) -> list[Part]:
+        """What fills all that this rank holds."""
         return [part for fqn in self.parameters for part in self._parts(fqn, self.places[fqn])]
 
     def _settle(self, group: Sequence[str]) -> Iterator[tuple[str, Sequence[Place]]]:
@@ -152,8 +165,20 @@ class _Plan:
                     )
 
 
-def _read(folder: HubFolder, parts: Sequence[Part]) -> int:
-    """Reads parts in the order in which files have them."""
+def read_parts(folder: HubFolder, parts: Sequence[Part]) -> int:
+    """Fills parts in the order in which files have them.
+
+    Args:
+        folder: The folder.
+        parts: From `HubPlan`.
+
+    Returns:
+        Bytes read.
+
+    Raises:
+        ValueError: If a file has changed since its header was read.
+        OSError: If it cannot be read.
+    """
     place = {name: (file, values.start) for name, (file, values) in folder.tensors.items()}
     pieces = [
         Part(part.name, box, slab)

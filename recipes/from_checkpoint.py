@@ -1,20 +1,23 @@
-"""Finds a checkpoint, its recipe, and its weights on whatever mesh is wanted."""
+"""Finds a checkpoint or a Hugging Face folder, its recipe, and its weights on whatever mesh is wanted."""
 
 import os
 from dataclasses import replace
 
 from checkpoint import TrainState, latest, load, read_manifest
+from checkpoint.hub_folder import is_hub_folder
+from checkpoint.hub_import import load_hub
 from checkpoint.manifest import MANIFEST_NAME
 from parallel import ParallelConfig, Trained, build_mesh
 from parallel.materialize import allocate
 from recipes.data import check_vocabulary
+from recipes.hub import hub_names, recipe_of_hub
 from recipes.model import build_model
 from recipes.recipe import Recipe, changed_fields
 from recipes.structure import from_json
 
 
 def find_checkpoint(path: str) -> str:
-    """One checkpoint of a path that may be that, a folder of them, or the folder of a run.
+    """One checkpoint of a path that may be that, a folder of them, or the folder of a run or a Hugging Face model.
 
     Args:
         path: The path.
@@ -24,7 +27,7 @@ def find_checkpoint(path: str) -> str:
     """
     if not os.path.isdir(path):
         raise ValueError(f"there is no checkpoint: {path!r} is not a folder")
-    if os.path.exists(os.path.join(path, MANIFEST_NAME)):
+    if os.path.exists(os.path.join(path, MANIFEST_NAME)) or is_hub_folder(path):
         return path
     found = latest(path) or latest(os.path.join(path, "checkpoints"))
     if found is None:
@@ -33,15 +36,15 @@ def find_checkpoint(path: str) -> str:
 
 
 def recipe_of(path: str) -> Recipe:
-    """The recipe that a checkpoint holds.
+    """The recipe that a checkpoint holds, or one for a Hugging Face model.
 
     Args:
-        path: One checkpoint.
+        path: One checkpoint, or the folder of such a model.
 
     Raises:
-        ValueError: If it holds none, or is not complete.
+        ValueError: If it holds none, is not complete, or holds a model that is not built.
     """
-    return from_json(read_manifest(path).header.recipe)
+    return recipe_of_hub(path) if is_hub_folder(path) else from_json(read_manifest(path).header.recipe)
 
 
 def check_layout_of(recipe: Recipe, layout: ParallelConfig, world_size: int) -> None:
@@ -90,6 +93,9 @@ def load_weights(path: str, trained: Trained, recipe: Recipe) -> None:
     """
     found = find_checkpoint(path)
     refuse_other_model(found, recipe)
+    if is_hub_folder(found):
+        load_hub(found, trained, hub_names(recipe.model), cast=True)
+        return
     try:
         load(found, TrainState(trained=trained), parts=("model",))
     except ValueError as error:
@@ -106,7 +112,8 @@ def refuse_other_model(path: str | os.PathLike[str], recipe: Recipe) -> None:
     Raises:
         ValueError: If the models differ; names the fields.
     """
-    saved, now = read_manifest(path).header.recipe.get("model"), recipe.to_json()["model"]
+    of = recipe_of_hub(path).to_json() if is_hub_folder(path) else read_manifest(path).header.recipe
+    saved, now = of.get("model"), recipe.to_json()["model"]
     if saved is None:
         return
     # What these say is of no consequence once there are values.
