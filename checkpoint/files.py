@@ -50,21 +50,37 @@ def read_text(path: Path) -> bytes:
     """
     manifest = path / MANIFEST_NAME
     try:
-        # Not following a link, and not waiting for whoever writes to a pipe.
-        descriptor = os.open(manifest, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor, size = open_plain(manifest)
     except FileNotFoundError:
         raise ValueError(f"{path} holds no {MANIFEST_NAME}, so it is no complete checkpoint") from None
-    except OSError:
-        if manifest.is_symlink():
-            raise ValueError(f"{manifest} is not a plain file; a checkpoint holds no links") from None
-        raise
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{manifest} is not a plain file; a checkpoint holds no links")
-        if found.st_size > MAX_BYTES:
-            raise ValueError(f"{manifest} has {found.st_size} bytes; manifests of up to {MAX_BYTES} are read")
+        if size > MAX_BYTES:
+            raise ValueError(f"{manifest} has {size} bytes; manifests of up to {MAX_BYTES} are read")
         return file.read(MAX_BYTES)
+
+
+def open_plain(path: Path) -> tuple[int, int]:
+    """Opens a file of a checkpoint for reading.
+
+    Returns:
+        Its descriptor and its size.
+
+    Raises:
+        ValueError: If it is a link, a pipe or the like.
+        OSError: If it cannot be opened.
+    """
+    try:
+        # Not following a link, and not waiting for whoever writes to a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        if path.is_symlink():
+            raise ValueError(f"{path} is not a plain file; a checkpoint holds no links") from None
+        raise
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is not a plain file; a checkpoint holds no links")
+    return descriptor, found.st_size
 
 
 def check_name(path: Path, manifest: Manifest) -> None:

@@ -1,6 +1,5 @@
 """The manifest of a checkpoint: everything in it but the values of its tensors."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from checkpoint import strict_json
 from checkpoint.layout import Axes, Layout
 from checkpoint.owners import StoredTensor
 from checkpoint.safetensors_header import CODES, MAX_DIMS, MAX_ELEMENTS
-from checkpoint.strict_json import Json
+from checkpoint.strict_json import Json, dumps
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "meshwright checkpoint"
@@ -160,16 +159,12 @@ def sign(document: Mapping[str, Json]) -> str:
     lines = []
     for name, value in document.items():
         if name in ("header", "files", "tensors") and isinstance(value, dict):
-            entries = ",\n".join(f" {_dump(key)}: {_dump(each)}" for key, each in value.items())
-            lines.append(f"{_dump(name)}: {{\n{entries}\n}}")
+            entries = ",\n".join(f" {dumps(key)}: {dumps(each)}" for key, each in value.items())
+            lines.append(f"{dumps(name)}: {{\n{entries}\n}}")
         else:
-            lines.append(f"{_dump(name)}: {_dump(value)}")
+            lines.append(f"{dumps(name)}: {dumps(value)}")
     body = "{\n" + ",\n".join(lines)
     return f'{body},\n"digest": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'
-
-
-def _dump(value: Json) -> str:
-    return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 
 def _tensor_json(tensor: StoredTensor, meshes: Mapping[Axes, int]) -> Json:

@@ -3,11 +3,14 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 Json = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
 """What a checkpoint holds besides tensors."""
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def to_json(value: Any, where: str) -> Json:
@@ -21,7 +24,10 @@ def to_json(value: Any, where: str) -> Json:
     Raises:
         ValueError: If JSON cannot hold some part of it; the message names the part.
     """
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        _check_text(value, where)
         return value
     if isinstance(value, int):
         return int(value)
@@ -33,7 +39,9 @@ def to_json(value: Any, where: str) -> Json:
         return [to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, Mapping):
         for key in value:
-            if not isinstance(key, str):
+            if isinstance(key, str):
+                _check_text(key, where)
+            else:
                 raise ValueError(f"{where} has the key {key!r} of type {type(key).__name__}; JSON keys are strings")
         return {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
     raise ValueError(
@@ -43,8 +51,8 @@ def to_json(value: Any, where: str) -> Json:
 
 
 def dumps(value: Json) -> str:
-    """The text of a value, one entry of the outermost mappings a line."""
-    return json.dumps(value, allow_nan=False, ensure_ascii=False, indent=1)
+    """The text of a value, on one line."""
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 
 def digest(value: Json) -> str:
@@ -70,14 +78,24 @@ def loads(text: str, where: str) -> Json:
         raise ValueError(f"{where} nests too deeply to be a manifest") from None
     except ValueError as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from error
+    if _SURROGATE.search(text):
+        _check_text(dumps(value), where)
     return value
+
+
+def _check_text(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds half a surrogate pair, which is no text: {error}") from error
 
 
 def _without_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} is there twice")
     return result
 
 

@@ -1,7 +1,6 @@
 """Reads a data file so that every byte that is handed out was held against the digest of its block."""
 
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import TracebackType
 
 import xxhash
 
+from checkpoint.files import open_plain
 from checkpoint.manifest import StoredFile, digests_name
 from checkpoint.safetensors_header import LENGTH_BYTES, FileHeader, header_length, parse_header
 
@@ -59,7 +59,7 @@ class VerifiedFile:
 
     def __enter__(self) -> "VerifiedFile":
         """Opens the file."""
-        self._descriptor = open_plain(self.path, self.stored.num_bytes)
+        self._descriptor = _open(self.path, self.stored.num_bytes)
         return self
 
     def __exit__(
@@ -177,7 +177,7 @@ class VerifiedFile:
     def _read_digests(self) -> bytes:
         path = self.path.with_name(digests_name(self.path.name))
         size = -(-self.stored.num_bytes // self.block_bytes) * DIGEST_BYTES
-        descriptor = open_plain(path, size)
+        descriptor = _open(path, size)
         try:
             with os.fdopen(descriptor, "rb", closefd=False, buffering=0) as file:
                 table = file.read(size)
@@ -200,30 +200,13 @@ class VerifiedFile:
         return parse_header(bytes(text), self.stored.num_bytes, where)
 
 
-def open_plain(path: Path, num_bytes: int) -> int:
-    """Opens a file of a checkpoint for reading.
-
-    Args:
-        path: The file.
-        num_bytes: The size that it must have.
-
-    Raises:
-        ValueError: If it is missing, no plain file, or has another size.
-        OSError: If it cannot be opened.
-    """
+def _open(path: Path, num_bytes: int) -> int:
+    """Opens a file that must have a size."""
     try:
-        # Not following a link, and not waiting for whoever writes to a pipe.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor, size = open_plain(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; its checkpoint is not complete") from None
-    except OSError:
-        if path.is_symlink():
-            raise ValueError(f"{path} is not a plain file; a checkpoint holds no links") from None
-        raise
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
+    if size != num_bytes:
         os.close(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{path} is not a plain file; a checkpoint holds no links")
-        raise ValueError(f"{path} has {found.st_size} bytes, but the manifest says {num_bytes}; it is damaged")
+        raise ValueError(f"{path} has {size} bytes, but the manifest says {num_bytes}; it is damaged")
     return descriptor

@@ -123,9 +123,9 @@ def test_no_file_is_opened_that_holds_nothing_of_a_slice(path: Path) -> None:
     opened = []
     original = verified_file.open_plain
 
-    def record(file: Path, num_bytes: int) -> int:
+    def record(file: Path) -> tuple[int, int]:
         opened.append(file.name)
-        return original(file, num_bytes)
+        return original(file)
 
     with patch.object(verified_file, "open_plain", record):
         ShardReader(path).read("stage", (0, 0), (1, 2))

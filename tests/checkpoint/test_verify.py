@@ -130,7 +130,7 @@ def test_files_of_other_ranks_and_steps_are_found(
 ) -> None:
     path = folders.copy(good, tmp_path / "step-00000042")
     exchange(path, suffixes)
-    with pytest.raises(ValueError, match="rank-0000[01]"):
+    with pytest.raises(ValueError, match=r"rank-0000[01]"):
         verify(path)
     check_loads(path, folders.values())
 
