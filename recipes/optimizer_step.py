@@ -55,4 +55,5 @@ def take_step(recipe: Recipe, state: TrainState, utilization: Utilization | None
         peak_bytes=peak_bytes(trained.mesh.device),
         mfu=None if utilization is None else utilization.of(num_samples * recipe.data.sequence_length, step_time_s),
         skipped=skipped,
+        expert_load=result.expert_load,
     )

@@ -24,7 +24,7 @@ from recipes.user_files import import_user_file
 DEFAULT_RECIPE = "llama_debug"
 """The recipe that runs anywhere, and whose fields the help shows where none is named."""
 
-FAMILIES = ("llama_", "smollm2_")
+FAMILIES = ("llama_", "moe_", "smollm2_")
 """How the names of modules begin that hold a recipe."""
 
 

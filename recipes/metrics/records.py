@@ -21,6 +21,7 @@ class StepMetrics:
         peak_bytes: Peak memory so far.
         mfu: Share of what the devices could compute that went into the model; None where their peak is not known.
         skipped: Whether the step left the parameters as they were.
+        expert_load: Valid tokens of the global batch that came to each expert, by layer; None for a dense model.
     """
 
     step: int
@@ -35,6 +36,13 @@ class StepMetrics:
     peak_bytes: int
     mfu: float | None = None
     skipped: bool = False
+    expert_load: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def expert_imbalance(self) -> float | None:
+        """Load of the busiest expert over the mean of its layer, in the layer where that is largest; 1: even."""
+        loads = [max(layer) * len(layer) / sum(layer) for layer in self.expert_load or () if sum(layer)]
+        return max(loads, default=None)
 
     @property
     def tokens_per_s(self) -> float:
@@ -53,7 +61,12 @@ class StepMetrics:
 
     def record(self) -> dict[str, object]:
         """The step as the metrics file holds it."""
-        return {"kind": "step", **asdict(self), "tokens_per_s": self.tokens_per_s}
+        return {
+            "kind": "step",
+            **asdict(self),
+            "tokens_per_s": self.tokens_per_s,
+            "expert_imbalance": self.expert_imbalance,
+        }
 
     def scalars(self) -> dict[str, float]:
         """Its numbers by the names that dashboards show."""
@@ -67,8 +80,8 @@ class StepMetrics:
             "peak_bytes": self.peak_bytes,
             **{f"learning_rate/{name}": rate for name, rate in self.learning_rates.items()},
         }
-        if self.mfu is not None:
-            numbers["mfu"] = self.mfu
+        optional = {"mfu": self.mfu, "expert_imbalance": self.expert_imbalance}
+        numbers |= {name: value for name, value in optional.items() if value is not None}
         return {f"train/{name}": value for name, value in numbers.items()}
 
     def _rates(self) -> str:
