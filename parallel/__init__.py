@@ -3,6 +3,7 @@
 from parallel.batch import IGNORE_INDEX, Batch
 from parallel.config import Buckets, ParallelConfig, Precision, Sharding
 from parallel.counter import CollectiveCounter
+from parallel.data_end import while_all_have_data
 from parallel.materialize import materialize
 from parallel.mesh import Mesh, build_mesh
 from parallel.parallelize import parallelize
@@ -34,4 +35,5 @@ __all__ = [
     "parallelize",
     "units_by_size",
     "units_where",
+    "while_all_have_data",
 ]

@@ -75,6 +75,8 @@ class Sharding:
         limit_all_gathers: Let the host run ahead by two gathered units at most, which bounds memory on GPUs; with fsdp1
             only.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory.
+        find_unused_parameters: Sum gradients of zeros for parameters that a rank's loss does not use, needed where
+            others use them; with fsdp2 only, as fsdp1 always does.
     """
 
     units: Units = "block"
@@ -85,6 +87,7 @@ class Sharding:
     backward_prefetch: int = 0
     limit_all_gathers: bool = True
     cpu_offload: bool = False
+    find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
         """Checks the ranges.
@@ -107,7 +110,8 @@ class Buckets:
         bucket_cap_mb: Size of the buckets in which gradients are sent, in MiB; smaller ones start earlier.
         find_unused_parameters: Look in every forward for parameters that get no gradient; needed only where a model
             does not use all of them in every step.
-        static_graph: Promise that each step uses the same parameters, which DDP then need not look for.
+        static_graph: Promise that each micro-batch uses the same parameters, perhaps not all, which DDP then need not
+            look for.
     """
 
     bucket_cap_mb: float = 25.0
@@ -123,6 +127,11 @@ class Buckets:
         _check_choices(self)
         if not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} must be positive")
+        if self.find_unused_parameters and self.static_graph:
+            raise ValueError(
+                "find_unused_parameters=True says that the parameters in use change, static_graph=True that they do "
+                "not; set one (static_graph notices by itself what is never used)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,11 @@ def check_backend(config: "ParallelConfig") -> None:
         if not has_meaning and options != type(options)():
             users = "fsdp1 or fsdp2" if name == "sharding" else "ddp or zero1"
             raise ValueError(f"{options} has no meaning for {backend}; leave it out, or use {users}")
+    if config.tp > 1 and config.buckets != type(config.buckets)():
+        raise ValueError(
+            f"with tp={config.tp} {backend} sends a block's gradients at once, so {config.buckets} has no meaning; "
+            "leave buckets out"
+        )
     _check_sharding(backend, traits, config.sharding)
 
 

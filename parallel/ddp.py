@@ -1,7 +1,9 @@
 """Keeps the whole model on every rank through `DistributedDataParallel` and sums gradients while backward runs."""
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,10 +47,11 @@ class Ddp(Backend):
             )
             return model
         options = config.buckets
-        wrapped = DistributedDataParallel(
+        wrapped = CheckedDdp(
             in_compute_dtype(model, config.precision.compute_dtype),
+            dict(model.named_parameters()),
             process_group=mesh.group("dp"),
-            broadcast_buffers=False,
+            forward_sync_buffers=False,
             bucket_cap_mb=options.bucket_cap_mb,
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
@@ -59,11 +62,8 @@ class Ddp(Backend):
 
     def run_micro_batch(self, model: nn.Module, compute: Callable[[], None], *, reduce: bool) -> None:
         """Runs forward and backward of one micro-batch, both within `no_sync` where nothing is sent."""
-        if isinstance(model, DistributedDataParallel):
-            with nullcontext() if reduce else model.no_sync():
-                compute()
-            if reduce and not model.find_unused_parameters:
-                _refuse_unused(model)
+        if isinstance(model, CheckedDdp):
+            model.run(compute, reduce=reduce)
         elif isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(reduce)
             compute()
@@ -75,14 +75,66 @@ class Ddp(Backend):
             step_on_local_shards(optimizer, OwnShards())
 
 
-def _refuse_unused(model: DistributedDataParallel) -> None:
-    """Names parameters without a gradient, for which torch would raise in the next step without naming them."""
-    unused = [fqn for fqn, each in model.module.named_parameters() if each.requires_grad and each.grad is None]
-    if unused:
-        raise ValueError(
-            f"the loss did not use {len(unused)} parameters ({', '.join(unused[:3])} ...), so ranks do not know that "
-            "their gradients are complete; set buckets.find_unused_parameters=True, or freeze them"
-        )
+class CheckedDdp(DistributedDataParallel):
+    """DDP that names parameters which a backward did not reach, and accumulates with `static_graph` too.
+
+    Torch waits for a gradient of every parameter before it sums the last buckets. Where one does not come it leaves
+    this step's gradients as they are, different on every rank, and raises in the next step.
+    """
+
+    def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], **options: Any) -> None:
+        """Wraps a model.
+
+        Args:
+            model: What to call.
+            parameters: Its parameters by the names that a user knows.
+            options: Those of `DistributedDataParallel`.
+        """
+        super().__init__(model, **options)
+        trainable = {fqn: each for fqn, each in parameters.items() if each.requires_grad}
+        self._expected, self._reached = set(trainable), set[str]()
+        self._has_summed = False
+        for fqn, parameter in trainable.items():
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._note, fqn))
+
+    def _note(self, fqn: str, _parameter: Tensor) -> None:
+        self._reached.add(fqn)
+
+    def run(self, compute: Callable[[], None], *, reduce: bool) -> None:
+        """Runs forward and backward of one micro-batch.
+
+        Args:
+            compute: Runs both.
+            reduce: Whether gradients are summed over ranks.
+
+        Raises:
+            ValueError: If ranks would be left with gradients of their own, because backward did not reach a parameter.
+        """
+        # Torch learns a static graph from the first backward of all, which therefore has to be summed.
+        learns = self.static_graph and not self._has_summed
+        # Around both: torch decides in forward whether to sum.
+        with nullcontext() if reduce or learns else self.no_sync():
+            self._reached.clear()
+            compute()
+        self._has_summed = True
+        if learns:
+            self._expected = set(self._reached)
+            if not reduce and dist.get_rank(self.process_group) > 0:
+                # The sum enters that of the last micro-batch once, from the first rank.
+                for parameter in self.parameters():
+                    parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
+        if not reduce or self.find_unused_parameters:
+            return
+        unused = sorted(self._expected - self._reached)
+        if unused:
+            promise = (
+                "static_graph=True promises that each micro-batch uses the same parameters, but " * self.static_graph
+            )
+            raise ValueError(
+                f"{promise}the loss did not use {len(unused)} parameters ({', '.join(unused[:3])} ...) in the last "
+                "micro-batch, so ranks do not know that their gradients are complete; set "
+                "buckets.find_unused_parameters=True, or freeze them"
+            )
 
 
 def _sum(state: tuple[dist.ProcessGroup, torch.dtype | None], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -46,7 +46,15 @@ class FullyShard(Backend):
             # Every backward counts as the last one: otherwise fully_shard keeps its record of the forward order
             # across micro-batches, and the end of one backward prefetches a unit that nothing needs.
             model.set_requires_gradient_sync(reduce)
-        compute()
+        try:
+            compute()
+        except AssertionError as error:
+            if "expects uniform gradient dtype" not in str(error):
+                raise
+            raise ValueError(
+                "a parameter got its first gradient of the step in the last micro-batch, in the compute dtype, where "
+                "gradients kept from others have the reduce dtype already; use reduce_gradients='every_micro_batch'"
+            ) from error
 
     def prepare_optimizer(self, optimizer: Optimizer, mesh: Mesh) -> None:
         """Lets the optimizer step on local shards."""
@@ -105,6 +113,7 @@ def apply_fsdp2(
             # Every axis sums (the loss is already divided by the global token count); gloo has no PREMUL_SUM.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(sharding.find_unused_parameters, recurse=False)
 
 
 def _shard_units(

@@ -4,7 +4,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ def forward_backward(trained: "Trained", micro_batches: Sequence[Batch]) -> Step
     for parameter in trained.named_parameters().values():
         parameter.grad = None
     forget_load(trained)
-    num_valid_tokens = _agree_on_tokens(trained, micro_batches)
+    num_valid_tokens = _agree_on_tokens(trained, micro_batches, call="forward_backward")
     if num_valid_tokens == 0:
         warnings.warn("no token of the global batch is valid: this step computes no gradient", stacklevel=3)
         return StepResult(loss_sum=0.0, num_valid_tokens=0, skipped=True)
@@ -67,7 +67,7 @@ def forward_backward(trained: "Trained", micro_batches: Sequence[Batch]) -> Step
 @torch.no_grad()
 def evaluate(trained: "Trained", micro_batches: Sequence[Batch]) -> StepResult:
     """Computes the loss alone; see `Trained.evaluate`."""
-    num_valid_tokens = _agree_on_tokens(trained, micro_batches)
+    num_valid_tokens = _agree_on_tokens(trained, micro_batches, call="evaluate")
     losses = [_summed_loss(trained, batch) for batch in micro_batches]
     return _total(trained, losses, num_valid_tokens)
 
@@ -80,13 +80,17 @@ def _summed_loss(trained: "Trained", batch: Batch) -> Tensor:
     return loss
 
 
-def _agree_on_tokens(trained: "Trained", micro_batches: Sequence[Batch]) -> int:
+def _agree_on_tokens(
+    trained: "Trained", micro_batches: Sequence[Batch], *, call: Literal["forward_backward", "evaluate"]
+) -> int:
     """Counts the valid tokens of the global batch and makes sure that every rank can run the step.
 
     A rank that raised alone would leave the others waiting in a collective, so refusals travel with the count.
     """
     problem: Exception | None = None
-    device, number, tokens = trained.mesh.device, len(micro_batches), 0
+    device, tokens = trained.mesh.device, 0
+    # Negative in an evaluation, so that a rank which has run out of data and evaluates meets nobody's step.
+    number = len(micro_batches) if call == "forward_backward" else -len(micro_batches)
     try:
         if not micro_batches:
             raise ValueError("a step needs at least one micro-batch")
@@ -111,8 +115,9 @@ def _agree_on_tokens(trained: "Trained", micro_batches: Sequence[Batch]) -> int:
         raise ValueError(f"{num_refusals} other ranks refused their batches; their message says why")
     if squares * trained.mesh.degree("loss") != numbers * numbers:
         raise ValueError(
-            f"every rank must bring as many micro-batches; this one brought {number}, the mean over ranks is "
-            f"{numbers / trained.mesh.degree('loss'):.2f}: pad the short ones with batches whose labels are all ignored"
+            f"every rank must bring as many micro-batches, to the same call; this one brought {len(micro_batches)} to "
+            f"{call}, the mean over ranks is {abs(numbers) / trained.mesh.degree('loss'):.2f}: pad the short ones with "
+            "batches whose labels are all ignored, or stop together with while_all_have_data"
         )
     return int(num_valid_tokens)
 

@@ -44,7 +44,7 @@ TRAITS: Mapping[str, Traits] = {
         shards=True,
         flattens=True,
         refused_axes=dict.fromkeys(("pp", "cp", "ep"), "data_parallel='fsdp2'"),
-        refused_sharding={"reshard_group": "data_parallel='fsdp2'"},
+        refused_sharding=dict.fromkeys(("reshard_group", "find_unused_parameters"), "data_parallel='fsdp2'"),
         most_prefetch=1,
     ),
     "fsdp2": Traits(shards=True, refused_sharding={"limit_all_gathers": "data_parallel='fsdp1'"}),
