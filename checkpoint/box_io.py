@@ -12,8 +12,8 @@ from checkpoint.boxes import Box
 from checkpoint.safetensors_header import StoredValues
 from checkpoint.shard_file import memory_of
 
-BLOCK_BYTES = 4 << 20
-"""Memory for values that are cast or rearranged, or that lie on another device."""
+BLOCK_BYTES = 1 << 20
+"""Memory for values that are cast or rearranged, or that lie on another device; few enough to stay in the cache."""
 MAX_READ_BYTES = 1 << 30
 """Linux reads at most 2 GiB in one call."""
 

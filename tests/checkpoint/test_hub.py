@@ -299,10 +299,10 @@ def test_an_export_that_cannot_be_leaves_nothing_behind(tmp_path: Path) -> None:
 def peak_of_import_and_export(path: str, out: str, layout: ParallelConfig) -> tuple[int, int, int]:
     """Bytes of this rank's shards, and how much more memory importing and exporting took at their peaks."""
     config = config_of(Path(path))
-    trained = empty_model(config, layout)
+    trained, names = empty_model(config, layout), hub_names(config)
     peaks = []
     for action in (
-        lambda: load_hub(path, trained, hub_names(config), cast=True),
+        lambda: load_hub(path, trained, names, cast=True),
         lambda: export(Path(out), trained, config, dtype=torch.bfloat16),
     ):
         Path("/proc/self/clear_refs").write_text("5")
