@@ -1,6 +1,6 @@
 """What every data-parallel backend offers, so that the step, the loop and checkpoints need not know which one runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -62,6 +62,10 @@ class Backend(Protocol):
     def reshard(self, model: nn.Module) -> None:
         """Frees whatever unsharded parameters are still held, so that `parameters()` are the sharded ones."""
         return
+
+    def gathered(self) -> Iterable[Tensor]:
+        """Memory of gathered parameters that `parameters()` may not show."""
+        return ()
 
     def sharded_views(self, parameter: Tensor) -> frozenset[str]:
         """Names of the mesh's views along which a parameter is split; along the others it is replicated."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -59,12 +59,18 @@ class FlatUnit(FullyShardedDataParallel):
         # Private: the divisors of FSDP1's average. A communication hook could sum too, but hybrids take none.
         self._gradient_predivide_factor = self._gradient_postdivide_factor = 1
 
-    def reshard(self) -> None:
-        """Frees its parameters if they are gathered; `no_shard` has nothing to free."""
+    def gathered(self) -> list[Tensor]:
+        """The memory of its gathered parameters, where there is any; `no_shard` gathers nothing."""
         handle = self._handle
-        has_run = self._is_root is not None
-        if has_run and handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
-            _reshard(self, handle, True)
+        # Private: whether a first forward has made room. Until then nothing is known of gathered parameters.
+        if self._is_root is None or handle is None or not handle.uses_sharded_strategy or handle.needs_unshard():
+            return []
+        return [flat._full_param_padded for flat in self.params]
+
+    def reshard(self) -> None:
+        """Frees its parameters if they are gathered."""
+        if self.gathered():
+            _reshard(self, self._handle, True)
 
     @property
     def has_gradient(self) -> bool:

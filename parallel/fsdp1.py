@@ -1,6 +1,6 @@
 """Shards parameters in flattened units through torch's first generation, `FullyShardedDataParallel`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -161,6 +161,10 @@ class Fsdp1(Backend):
         """Frees the gathered parameters of every unit."""
         for unit in self._units:
             unit.reshard()
+
+    def gathered(self) -> Iterable[Tensor]:
+        """What each unit has gathered."""
+        return (tensor for unit in self._units for tensor in unit.gathered())
 
     def sharded_views(self, parameter: Tensor) -> frozenset[str]:
         """Where a parameter is split, which its type does not tell."""

@@ -43,7 +43,7 @@ class LiveMeter:
             trained: The model, between two steps.
             optimizer: Its optimizer, if there is one already.
         """
-        self._model, self._optimizer = trained.source, optimizer
+        self._model, self._backend, self._optimizer = trained.source, trained.backend, optimizer
         self._sharded = list(trained.named_parameters().values())
 
     def measure(self) -> LiveBytes:
@@ -52,7 +52,9 @@ class LiveMeter:
         state = self._optimizer.state.values() if self._optimizer is not None else ()
         return LiveBytes(
             parameters=storage_bytes(self._sharded),
-            unsharded=storage_bytes(each for each in self._model.parameters() if id(each) not in own),
+            unsharded=storage_bytes(
+                [*(each for each in self._model.parameters() if id(each) not in own), *self._backend.gathered()]
+            ),
             gradients=storage_bytes(each.grad for each in self._sharded if each.grad is not None),
             optimizer_state=storage_bytes(
                 value for entries in state for value in entries.values() if isinstance(value, Tensor)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpoint import TrainState, load, save
 from models.llama.config import LlamaConfig
-from parallel import Batch, Mesh, ParallelConfig
+from parallel import Batch, Mesh, ParallelConfig, Trained
 from tests.checkpoint.states import forget_meshes
 from tests.parallel.small_model import adamw, build, difference
 from tests.ranks import run_ranks
@@ -73,10 +73,12 @@ def new_state(fields: dict[str, Any]) -> TrainState:
 def go_on(state: TrainState) -> list[float]:
     """The losses of the next steps."""
     trained, losses = state.trained, []
+    assert isinstance(trained, Trained)
+    assert state.optimizer is not None
     for _ in range(NUM_STEPS):
-        losses.append(trained.forward_backward(batch(trained.mesh, state.step)).loss)  # type: ignore[attr-defined]
-        trained.clip_gradients(1.0)  # type: ignore[attr-defined]
-        state.optimizer.step()  # type: ignore[union-attr]
+        losses.append(trained.forward_backward(batch(trained.mesh, state.step)).loss)
+        trained.clip_gradients(1.0)
+        state.optimizer.step()
         state.step += 1
     return losses
 
