@@ -81,5 +81,12 @@ class CanonicalTensors(Mapping[str, Tensor]):
         return held.dim() > 0 and held.shape == self._parameters[_fqn_of(name)].shape
 
 
+def by_fqn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters among canonical tensors, by fqn."""
+    return {
+        name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(MODEL_PREFIX)
+    }
+
+
 def _fqn_of(name: str) -> str:
     return name.removeprefix(MODEL_PREFIX) if name.startswith(MODEL_PREFIX) else optimizer_state.split_name(name)[0]

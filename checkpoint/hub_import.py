@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from checkpoint.box_io import Scratch, read_box, slabs
-from checkpoint.canonical import MODEL_PREFIX, CanonicalTensors
+from checkpoint.canonical import by_fqn
 from checkpoint.differences import Differences
 from checkpoint.hub_folder import HubFolder, open_hub_folder
 from checkpoint.hub_places import Part, Place, Places, file_shapes, parts_of
 from checkpoint.layout import local_box
 from checkpoint.ranks import Ranks
-from checkpoint.state import Trained, model_tensors
+from checkpoint.state import Trained, canonical_parameters
 from parallel.replicas import local_part
 
 NUM_THREADS = 2
@@ -62,9 +62,8 @@ def load_hub(path: str | os.PathLike[str], trained: Trained, names: HubNames, *,
         OSError: If a file cannot be read.
     """
     ranks, where = Ranks(), f"load {path}"
-    held = trained.named_parameters()
-    tensors = CanonicalTensors(trained.backend, held, model_tensors(held))
-    parameters = {fqn: tensors[f"{MODEL_PREFIX}{fqn}"] for fqn in held}
+    tensors = canonical_parameters(trained)
+    parameters = by_fqn(tensors)
     # One rank reads the headers: ranks together would ask a file system for ranks x files of them.
     folder = ranks.on_coordinator(where, lambda: open_hub_folder(path))
     parts = ranks.together(where, lambda: HubPlan(folder, parameters, names, cast=cast).local_parts())

@@ -122,6 +122,16 @@ def model_tensors(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {f"{MODEL_PREFIX}{fqn}": parameter.detach() for fqn, parameter in parameters.items()}
 
 
+def canonical_parameters(trained: Trained) -> CanonicalTensors:
+    """The parameters of a model in the model's shapes, under canonical names, cut off from autograd.
+
+    Raises:
+        ValueError: If some have no memory.
+    """
+    held = trained.named_parameters()
+    return CanonicalTensors(trained.backend, held, model_tensors(held))
+
+
 def flatten(state: TrainState, world_size: int) -> FlatState:
     """Takes a training state apart; changes nothing in it.
 

@@ -42,3 +42,17 @@ class HubFormat:
     from_config: Callable[[Mapping[str, Any]], ModelConfig]
     parts: Callable[[Any, str, Set[str] | None], tuple[HubPart, ...]]
     ignored: Callable[[str], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TitanKey:
+    """Where torchtitan keeps a parameter.
+
+    Attributes:
+        name: Its name there.
+        num_rotary_heads: Heads of whose rows torchtitan has the rotary pairs side by side, where we have the first
+            components of all pairs before the second ones; None: rows lie as ours.
+    """
+
+    name: str
+    num_rotary_heads: int | None = None

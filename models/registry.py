@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from models.config import ModelConfig
-from models.hub import HubFormat
-from models.llama import LLAMA_HUB, Llama, LlamaConfig, llama_plan
+from models.hub import HubFormat, TitanKey
+from models.llama import LLAMA_HUB, Llama, LlamaConfig, llama_plan, titan_key
 from models.moe import MOE_HUB, Moe, MoeConfig, moe_plan
 from parallel.plan import ParallelPlan
 
@@ -23,6 +23,7 @@ class ModelFamily:
         build: Makes its module of a config; the module fills parameters through its `init_parameter`.
         plan: Gives the parallel plan of a config.
         hub: How Hugging Face folders hold its models; None: they cannot be imported or exported.
+        titan_key: Says of a config and an fqn where torchtitan keeps that parameter; None: it has no such models.
     """
 
     name: str
@@ -30,6 +31,7 @@ class ModelFamily:
     build: Callable[[Any], nn.Module]
     plan: Callable[[Any], ParallelPlan]
     hub: HubFormat | None = None
+    titan_key: Callable[[Any, str], TitanKey] | None = None
 
 
 _ALL = (
@@ -39,6 +41,7 @@ _ALL = (
         build=Llama,
         plan=llama_plan,
         hub=LLAMA_HUB,
+        titan_key=titan_key,
     ),
     ModelFamily(name="moe", config=MoeConfig, build=Moe, plan=moe_plan, hub=MOE_HUB),
 )

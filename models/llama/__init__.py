@@ -7,6 +7,7 @@ from models.llama.hub_config import HUB_TYPES, from_hub_config, to_hub_config
 from models.llama.keys import hub_parts, is_ignored, to_hub_name
 from models.llama.model import Llama
 from models.llama.plan import llama_plan
+from models.llama.titan import titan_key
 
 LLAMA_HUB = HubFormat(
     types=HUB_TYPES, to_config=to_hub_config, from_config=from_hub_config, parts=hub_parts, ignored=is_ignored
@@ -21,6 +22,7 @@ __all__ = [
     "RotaryScaling",
     "from_hub_config",
     "llama_plan",
+    "titan_key",
     "to_hub_config",
     "to_hub_name",
 ]
