@@ -6,38 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from models.llama import Llama, LlamaConfig, llama_plan
-from parallel import Buckets, ParallelConfig, Precision, build_mesh, materialize, parallelize
+from parallel import Buckets, CollectiveCounter, ParallelConfig, Precision
+from parallel.ledger.live import storage_bytes
+from tests.parallel.branching_model import build_branching, marked
 from tests.parallel.small_model import CONFIG, adamw, batches, build, difference, train, whole
 from tests.ranks import RankError, run_ranks
 
 
-class WithUnusedLayer(Llama):
-    """A model one of whose layers its forward leaves out."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.extra = nn.Linear(4, 4, bias=False)
-
-    def init_parameter(self, fqn: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        if fqn.startswith("extra"):
-            tensor.zero_()
-        else:
-            super().init_parameter(fqn, tensor, generator)
-
-
 def step_with_unused_layer(buckets: Buckets, freeze: bool) -> float:
-    config = ParallelConfig(data_parallel="ddp", buckets=buckets)
-    mesh = build_mesh(config)
-    with torch.device("meta"):
-        model = WithUnusedLayer(CONFIG).double()
-    model.extra.requires_grad_(not freeze)
-    trained = parallelize(model, mesh, config, llama_plan(CONFIG))
-    materialize(trained)
+    trained = build_branching(ParallelConfig(data_parallel="ddp", buckets=buckets), freeze=freeze)
     for step in range(2):
-        result = trained.forward_backward(batches(mesh, step))
+        result = trained.forward_backward(marked(trained.mesh, step, 1, set()))
     return result.loss
 
 
@@ -48,8 +28,9 @@ def test_a_parameter_that_the_loss_does_not_use_is_named() -> None:
 
 def test_an_unused_parameter_trains_where_it_is_looked_for_or_frozen() -> None:
     looked_for = run_ranks(2, step_with_unused_layer, Buckets(find_unused_parameters=True), False)
+    promised = run_ranks(2, step_with_unused_layer, Buckets(static_graph=True), False)
     frozen = run_ranks(2, step_with_unused_layer, Buckets(), True)
-    assert looked_for == frozen
+    assert looked_for == frozen == promised
 
 
 def gradients_between_ranks(backend: str) -> float:
@@ -68,6 +49,59 @@ def gradients_between_ranks(backend: str) -> float:
 @pytest.mark.parametrize("backend", ["ddp", "zero1"])
 def test_accumulation_leaves_every_rank_with_the_same_gradients(backend: str) -> None:
     assert run_ranks(2, gradients_between_ranks, backend) == [0.0, 0.0]
+
+
+def gradients_in_buckets(num_micro_batches: int) -> tuple[int, int]:
+    """Number of memory blocks behind all gradients, and their bytes."""
+    trained = build(ParallelConfig(data_parallel="ddp"))
+    trained.forward_backward(batches(trained.mesh, 0, num_micro_batches))
+    gradients = [each.grad for each in trained.named_parameters().values() if each.grad is not None]
+    blocks = {each.untyped_storage().data_ptr() for each in gradients}
+    return len(blocks), storage_bytes(gradients)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_gradients_are_views_of_the_buckets_and_take_no_memory_of_their_own(num_micro_batches: int) -> None:
+    for num_blocks, num_bytes in run_ranks(2, gradients_in_buckets, num_micro_batches):
+        assert num_blocks == 1
+        assert num_bytes == 8 * CONFIG.num_parameters
+
+
+def compressed(reduce: str) -> tuple[dict[torch.dtype, int], torch.Tensor, set[torch.dtype]]:
+    """Bytes that backward sums by dtype, the summed gradients, and the dtypes in which they are stored."""
+    config = ParallelConfig(data_parallel="ddp", precision=Precision(reduce=reduce))  # type: ignore[arg-type]
+    trained = build(config, dtype=torch.float32)
+    with CollectiveCounter(trained.mesh) as counter:
+        trained.forward_backward(batches(trained.mesh, 0))
+    summed: dict[torch.dtype, int] = {}
+    for each in counter.records:
+        if each.phase == "backward":
+            summed[each.dtype] = summed.get(each.dtype, 0) + each.payload_bytes
+    gradients = [each.grad for each in trained.named_parameters().values() if each.grad is not None]
+    return summed, torch.cat([each.flatten() for each in gradients]), {each.dtype for each in gradients}
+
+
+def test_gradients_compressed_to_bf16_send_half_and_are_kept_in_float32() -> None:
+    (full, expected, _), *_ = run_ranks(2, compressed, "stored")
+    (half, found, dtypes), (_, of_other, _) = run_ranks(2, compressed, "bfloat16")
+    assert full == {torch.float32: 4 * CONFIG.num_parameters}
+    assert half == {torch.bfloat16: 2 * CONFIG.num_parameters}
+    assert dtypes == {torch.float32}
+    assert torch.equal(found, of_other)
+    # Each summand and the sum are rounded to 8 bits.
+    assert 0 < difference(found, expected) < 2 * 2**-8
+
+
+def warnings_of_a_step() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained = build(ParallelConfig(data_parallel="ddp"))
+        trained.forward_backward(batches(trained.mesh, 0, 2))
+    return [str(each.message) for each in caught]
+
+
+def test_torch_has_nothing_to_warn_of() -> None:
+    assert run_ranks(2, warnings_of_a_step) == [[], []]
 
 
 def bf16_losses(backend: str) -> tuple[list[float], set[torch.dtype]]:

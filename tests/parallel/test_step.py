@@ -194,7 +194,7 @@ def refusals() -> list[Any]:
 def test_ranks_that_bring_different_numbers_of_micro_batches_all_say_so() -> None:
     results = run_ranks(3, uneven_numbers)
     for rank, message in enumerate(results):
-        assert f"this one brought {rank + 1}, the mean over ranks is 2.00" in message
+        assert f"this one brought {rank + 1} to forward_backward, the mean over ranks is 2.00" in message
 
 
 def uneven_numbers() -> str:
