@@ -38,6 +38,26 @@ class Source(Protocol):
         ...
 
 
+def total_bytes(source: Source) -> int:
+    """Bytes of all values."""
+    return sum(prod(shape) * dtype.itemsize for dtype, shape in source.tensors.values())
+
+
+def file_count(source: Source, num_files: int | None) -> int:
+    """How many files are meant.
+
+    Args:
+        source: The values.
+        num_files: How many; None: one for each GiB.
+
+    Raises:
+        ValueError: If it is not positive.
+    """
+    if num_files is not None and num_files < 1:
+        raise ValueError(f"num_files={num_files} must be at least 1")
+    return num_files or max(1, -(-total_bytes(source) // FILE_BYTES))
+
+
 def write_checkpoint(
     folder: str | os.PathLike[str],
     source: Source,
@@ -65,11 +85,7 @@ def write_checkpoint(
         ValueError: If num_files is not positive, or there is a checkpoint of that step already.
         OSError: If a file cannot be written.
     """
-    folder = Path(folder)
-    total = sum(prod(shape) * dtype.itemsize for dtype, shape in source.tensors.values())
-    count = max(1, -(-total // FILE_BYTES)) if num_files is None else num_files
-    if count < 1:
-        raise ValueError(f"num_files={num_files} must be at least 1")
+    folder, count = Path(folder), file_count(source, num_files)
     target = folder / steps.step_name(header.step)
     if target.exists():
         raise ValueError(f"{target} is there already; name another folder, or remove it")

@@ -55,6 +55,20 @@ def restore(states: Mapping[str, Tensor], rank: int, world_size: int, saved_worl
             torch.cuda.manual_seed(_derived_seed(cpu, rank))
 
 
+def for_other_ranks(state: Tensor, world_size: int) -> Tensor:
+    """CPU states of another number of ranks than saved, as `restore` sets them.
+
+    Args:
+        state: What rank 0 saved, uint8 [N].
+        world_size: Ranks.
+
+    Returns:
+        uint8 [world_size, N].
+    """
+    seeds = (_derived_seed(state, rank) for rank in range(world_size))
+    return torch.stack([torch.Generator().manual_seed(seed).get_state() for seed in seeds])
+
+
 def _derived_seed(state: Tensor, rank: int) -> int:
     content = bytes(state.tolist()) + rank.to_bytes(8, "little")
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)

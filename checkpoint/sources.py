@@ -6,7 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from checkpoint.boxes import Box
+from checkpoint import random_state
+from checkpoint.boxes import Box, whole
 from checkpoint.canonical import MODEL_PREFIX
 from checkpoint.hub_folder import open_hub_folder
 from checkpoint.hub_import import HubNames, HubPlan, read_parts
@@ -42,6 +43,45 @@ class CheckpointSource:
     def read(self, name: str, box: Box) -> Tensor:
         """A part of a tensor, on the CPU."""
         return self._reader.read(name, box.offsets, box.sizes)
+
+
+class OtherRanksSource:
+    """The tensors of a checkpoint as another number of ranks would have saved them.
+
+    All are the same but for generators of random numbers, of which there is a row for each rank: CPU states follow the
+    rule for a changed number of ranks (`checkpoint.random_state.restore`), GPU states, which it derives from them, are
+    left out.
+
+    Attributes:
+        tensors: Canonical name -> dtype and shape.
+        header: All that is no tensor.
+    """
+
+    def __init__(self, source: CheckpointSource, world_size: int) -> None:
+        """Reads the first row of CPU states.
+
+        Args:
+            source: The checkpoint.
+            world_size: Ranks.
+
+        Raises:
+            ValueError: If it is damaged.
+        """
+        self._source, self.header = source, source.header
+        self.tensors: Tensors = source.tensors
+        self._states: Tensor | None = None
+        if world_size != source.header.world_size and random_state.CPU in source.tensors:
+            dtype, shape = source.tensors[random_state.CPU]
+            first = source.read(random_state.CPU, whole(shape).rows(0, 0, 1))[0]
+            self._states = random_state.for_other_ranks(first, world_size)
+            kept = {name: each for name, each in source.tensors.items() if name != random_state.CUDA}
+            self.tensors = kept | {random_state.CPU: (dtype, tuple(self._states.shape))}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A part of a tensor, on the CPU."""
+        if self._states is None or name != random_state.CPU:
+            return self._source.read(name, box)
+        return self._states[box.offsets[0] : box.offsets[0] + box.sizes[0]]
 
 
 class HubSource:

@@ -1,7 +1,7 @@
 """Holds all of a checkpoint against its manifest."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
 
@@ -13,11 +13,12 @@ MAX_LISTED = 40
 """Findings that a message lists."""
 
 
-def verify(path: str | os.PathLike[str]) -> Manifest:
+def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda num_bytes: None) -> Manifest:
     """Reads all of a checkpoint and checks every byte; needs no process group.
 
     Args:
         path: The folder of one step.
+        progress: Is told of bytes that are checked.
 
     Returns:
         Its manifest.
@@ -27,14 +28,14 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
         OSError: If a file cannot be read.
     """
     reader = ShardReader(path)
-    problems = list(_problems(reader))
+    problems = list(_problems(reader, progress))
     if problems:
         more = [f"... and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
         raise ValueError("\n".join([*problems[:MAX_LISTED], *more]))
     return reader.manifest
 
 
-def _problems(reader: ShardReader) -> Iterator[str]:
+def _problems(reader: ShardReader, progress: Callable[[int], None]) -> Iterator[str]:
     """Everything that is wrong with the files of a checkpoint whose manifest is sound."""
     files = reader.manifest.files
     expected = {*files, *map(digests_name, files)}
@@ -55,16 +56,17 @@ def _problems(reader: ShardReader) -> Iterator[str]:
             continue
         if len(file.header.tensors) != len(pieces):
             yield f"{file.path} holds {len(file.header.tensors)} tensors, but the manifest says {len(pieces)}"
-        yield from _damage(file)
+        yield from _damage(file, progress)
     if missing:
         yield f"{reader.path}: the files that the manifest lists lack {missing} bytes of its tensors"
 
 
-def _damage(file: VerifiedFile) -> Iterator[str]:
+def _damage(file: VerifiedFile, progress: Callable[[int], None]) -> Iterator[str]:
     """The damaged stretches of a file."""
     step = max(READ_BYTES // file.block_bytes, 1) * file.block_bytes
     size = file.stored.num_bytes
     with file:
         stretches = [partial(file.damaged, start, min(start + step, size)) for start in range(0, size, step)]
-        for damaged in in_threads(stretches):
+        for start, damaged in zip(range(0, size, step), in_threads(stretches), strict=True):
             yield from damaged
+            progress(min(step, size - start))
