@@ -1,11 +1,15 @@
 """Tests that our models with experts compute what transformers computes with the same weights."""
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -53,10 +57,11 @@ def _theirs(architecture: str, fields: dict[str, Any], num_layers: int = 3) -> n
 
 def _ours(theirs: Any, **overrides: Any) -> Moe:
     """The same model, its config and its weights translated."""
-    values = theirs.config.to_dict() | {"architectures": None}
-    config = MOE_HUB.from_config({name: value for name, value in values.items() if name not in ("layer_types",)})
-    model = Moe(MoeConfig(**{**vars(config), **overrides}))
-    parameters = dict(theirs.named_parameters())
+    return _translated(theirs.config.to_dict() | {"architectures": None}, dict(theirs.named_parameters()), **overrides)
+
+
+def _translated(values: dict[str, Any], parameters: Mapping[str, Tensor], **overrides: Any) -> Moe:
+    model = Moe(MoeConfig(**{**vars(MOE_HUB.from_config(values)), **overrides}))
     with torch.no_grad():
         for fqn, parameter in model.named_parameters():
             for part in MOE_HUB.parts(model.config, fqn, parameters.keys()):
@@ -97,6 +102,17 @@ def test_logits_and_gradients_equal_those_of_transformers(variant: str) -> None:
     assert isinstance(loss, Tensor)
     loss.div(280).backward()
     _assert_same_gradients(model, theirs)
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3-moe, some dense"])
+def test_a_folder_that_transformers_saved_is_understood(variant: str, tmp_path: Path) -> None:
+    theirs: Any = _theirs(*VARIANTS[variant])
+    theirs.save_pretrained(tmp_path)
+    model = _translated(json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors"))
+    tokens = torch.randint(0, 53, (2, 40), generator=torch.Generator().manual_seed(3))
+    logits = model(tokens)
+    assert isinstance(logits, Tensor)
+    assert _largest_difference(logits, theirs(input_ids=tokens, use_cache=False).logits) < 1e-5
 
 
 def test_one_layer_and_one_sequence_have_the_balance_loss_of_transformers() -> None:
