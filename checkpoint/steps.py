@@ -12,6 +12,7 @@ from checkpoint import filesystem
 from checkpoint.files import read_manifest
 from checkpoint.manifest import Manifest
 from checkpoint.retention import PROTECTED_NAME, Retention, is_protected
+from checkpoint.verify import verify
 
 STEP_NAME = re.compile(r"step-(\d{8,18})")
 TEMPORARY_NAME = re.compile(r"\.step-\d{8,18}\.tmp-[0-9a-f]{8}")
@@ -113,16 +114,26 @@ def prune(folder: Path, retention: Retention, written: Path) -> None:
             filesystem.remove_tree(hidden)
 
 
-def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint with the highest step.
+def latest(folder: str | os.PathLike[str], *, thorough: bool = True) -> Path | None:
+    """The undamaged checkpoint with the highest step; a warning tells of each that is skipped.
 
     Args:
         folder: Where a run keeps its checkpoints; need not exist.
+        thorough: Read all of it and check every byte. False: only that its manifest is sound and its files are there
+            with their sizes, which suits `load`: that checks what it reads, and goes back to an earlier one by itself.
 
     Returns:
         Its folder, None if there is none.
     """
-    return next((path for path, _ in newest_first(Path(folder))), None)
+    for path, _ in newest_first(Path(folder)):
+        try:
+            if thorough:
+                verify(path)
+        except (ValueError, OSError) as error:
+            warnings.warn(f"skipping a damaged checkpoint: {error}", stacklevel=2)
+        else:
+            return path
+    return None
 
 
 def newest_first(folder: Path) -> Iterator[tuple[Path, Manifest]]:

@@ -1,9 +1,11 @@
 """Saves a training state from any mesh, and loads it onto any other."""
 
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from checkpoint import files, steps, writer
 from checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -13,6 +15,8 @@ from checkpoint.restore import PARTS, Part, Restore
 from checkpoint.retention import Retention
 from checkpoint.state import TrainState, flatten
 from checkpoint.writer import SavePlan
+
+T = TypeVar("T")
 
 
 def save(folder: str | os.PathLike[str], state: TrainState, retention: Retention | None = None) -> Path:
@@ -79,7 +83,8 @@ def load(path: str | os.PathLike[str], state: TrainState, *, parts: Sequence[Par
     has. Every rank reads the slices that it needs.
 
     Args:
-        path: One checkpoint, or the folder of a run, of which the latest is taken.
+        path: One checkpoint, or the folder where a run keeps them, of which the newest is taken; where that turns out
+            to be damaged, with a warning the one before it.
         state: What to fill; its recipe is left alone.
         parts: Parts to fill: `model`, `optimizer`, `progress` (step, num_tokens and all that is stateful), `rng`.
 
@@ -95,15 +100,37 @@ def load(path: str | os.PathLike[str], state: TrainState, *, parts: Sequence[Par
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         raise ValueError(f"unknown parts {unknown}; legal: {', '.join(PARTS)}")
-    ranks = Ranks()
-    found, text = ranks.on_coordinator(f"load {path}", lambda: _find(Path(path)))
+    ranks, candidates, damage = Ranks(), _candidates(Path(path)), None
+    while True:
+        found, text = ranks.on_coordinator(f"load {path}", partial(_next, Path(path), candidates, damage))
+        try:
+            return _load(found, text, state, parts, ranks)
+        except DamagedError as error:
+            if found == Path(path):
+                raise
+            warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
+            damage = error
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not what was saved."""
+
+
+def _load(found: Path, text: bytes, state: TrainState, parts: Sequence[Part], ranks: Ranks) -> Manifest:
     where = f"load {found}"
-    manifest = ranks.together(where, lambda: Manifest.from_text(text, str(found / MANIFEST_NAME)))
+
+    def undamaged(action: Callable[[], T]) -> T:
+        try:
+            return ranks.together(where, action)
+        except ValueError as error:
+            raise DamagedError(str(error)) from error
+
+    manifest = undamaged(lambda: Manifest.from_text(text, str(found / MANIFEST_NAME)))
     restore = ranks.together(where, lambda: _checked(found, Restore(state, manifest, ranks, parts)))
-    reads = ranks.together(where, lambda: ShardReader(found, manifest).prepare(restore.slices()))
+    reads = undamaged(lambda: ShardReader(found, manifest).prepare(restore.slices()))
     try:
         ranks.together(where, restore.begin)
-        ranks.together(where, reads.run)
+        undamaged(reads.run)
         ranks.together(where, restore.finish)
     except BaseException as error:
         restore.undo(error)
@@ -111,16 +138,24 @@ def load(path: str | os.PathLike[str], state: TrainState, *, parts: Sequence[Par
     return manifest
 
 
-def _find(path: Path) -> tuple[Path, bytes]:
-    """The checkpoint that a path means, and the text of its manifest."""
+def _candidates(path: Path) -> Iterator[Path]:
+    """The checkpoints that a path may mean."""
     if not path.is_dir():
         raise ValueError(f"there is no checkpoint: {path} is not a folder")
     if (path / MANIFEST_NAME).exists():
-        files.read_manifest(path)
-        return path, files.read_text(path)
-    found = steps.latest(path)
+        yield path
+    else:
+        yield from (found for found, _ in steps.newest_first(path))
+
+
+def _next(path: Path, candidates: Iterator[Path], damage: ValueError | None) -> tuple[Path, bytes]:
+    """The checkpoint to try next, and the text of its manifest."""
+    found = next(candidates, None)
+    if found is None and damage is not None:
+        raise ValueError(f"{path} holds no other complete checkpoint: {damage}")
     if found is None:
         raise ValueError(f"{path} holds no complete checkpoint (a folder step-<number> with {MANIFEST_NAME})")
+    files.read_manifest(found)
     return found, files.read_text(found)
 
 

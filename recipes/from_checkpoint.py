@@ -29,7 +29,8 @@ def find_checkpoint(path: str) -> str:
         raise ValueError(f"there is no checkpoint: {path!r} is not a folder")
     if os.path.exists(os.path.join(path, MANIFEST_NAME)) or is_hub_folder(path):
         return path
-    found = latest(path) or latest(os.path.join(path, "checkpoints"))
+    # Whoever loads it checks what it reads.
+    found = latest(path, thorough=False) or latest(os.path.join(path, "checkpoints"), thorough=False)
     if found is None:
         raise ValueError(f"{path!r} holds no complete checkpoint (a folder step-<number> with {MANIFEST_NAME})")
     return str(found)

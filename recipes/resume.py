@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from checkpoint import TrainState, latest, load
 from checkpoint.ranks import Ranks
+from checkpoint.steps import step_name
 from parallel import Trained
 from recipes.from_checkpoint import find_checkpoint, in_one_line, load_weights, refuse_other_model
 from recipes.recipe import Recipe, changed_fields
@@ -43,7 +44,7 @@ class Start:
 
         def newest() -> Path | None:
             recipe.output.checkpoints.mkdir(parents=True, exist_ok=True)
-            return latest(recipe.output.checkpoints)
+            return latest(recipe.output.checkpoints, thorough=False)
 
         def origin(path: str) -> str:
             return ranks.on_coordinator(f"start from {path}", lambda: find_checkpoint(path))
@@ -79,7 +80,8 @@ class Start:
         optimizer = cast(Optimizer, state.optimizer)
         wanted = [_hyperparameters(group) for group in optimizer.param_groups]
         try:
-            load(self.own, state)
+            # The folder, so that an older checkpoint serves where the newest is damaged.
+            load(recipe.output.checkpoints, state)
         except ValueError as error:
             raise in_one_line(error, self.own, recipe, "; name another output.folder for it") from error
         for group, values in zip(optimizer.param_groups, wanted, strict=True):
@@ -99,7 +101,8 @@ class Start:
         if self.own is None:
             return "from scratch" if self.weights is None else f"from the weights of {self.weights}, else from scratch"
         left = "" if state.step < last_step else f"; nothing is left to do until step {last_step}"
-        return f"from {self.own}: step {state.step}, {state.num_tokens:,} tokens seen{left}"
+        loaded = self.own.with_name(step_name(state.step))
+        return f"from {loaded}: step {state.step}, {state.num_tokens:,} tokens seen{left}"
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

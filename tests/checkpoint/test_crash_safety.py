@@ -150,6 +150,52 @@ def test_latest_falls_back_from_an_incomplete_checkpoint(tmp_path: Path, damage:
         load(newest, states.new_state())
 
 
+def flip_bit(path: Path, byte: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "rank-00000.digests"])
+def test_latest_and_load_go_back_from_a_checkpoint_with_a_flipped_bit(tmp_path: Path, file: str) -> None:
+    previous = save(tmp_path, states.fill(states.new_state()))
+    newest = save(tmp_path, states.fill(states.new_state(), seed=1))
+    flip_bit(newest / file, -3)
+    with pytest.warns(UserWarning, match="skipping a damaged checkpoint.*step-00000043"):
+        assert latest(tmp_path) == previous
+    assert latest(tmp_path, thorough=False) == newest
+    with pytest.warns(UserWarning, match="step-00000043.*; going back to the checkpoint before it"):
+        assert_loads(tmp_path, seed=0)
+    flip_bit(previous / file, -3)
+    state = states.new_state()
+    with (
+        pytest.warns(UserWarning, match="going back"),
+        pytest.raises(ValueError, match=r"holds no other complete checkpoint: .*step-00000042"),
+    ):
+        load(tmp_path, state)
+    assert state.step == 0
+
+
+def load_where_one_rank_reads_damage(folder: Path) -> tuple[int, list[str]]:
+    states.forget_meshes()
+    state = states.new_state("fsdp 2")
+    with pytest.warns(UserWarning, match="going back to the checkpoint before it"):
+        load(folder, state)
+    return state.step, states.wrong_tensors(state)
+
+
+def test_all_ranks_go_back_where_one_reads_damage(tmp_path: Path) -> None:
+    run_ranks(2, save_two, tmp_path)
+    flip_bit(tmp_path / "step-00000043" / "rank-00001.safetensors", -3)
+    assert run_ranks(2, load_where_one_rank_reads_damage, tmp_path) == [(42, []), (42, [])]
+
+
+def save_two(folder: Path) -> None:
+    states.forget_meshes()
+    for seed in (0, 1):
+        save(folder, states.fill(states.new_state("fsdp 2"), seed))
+
+
 def save_with_small_files_on_rank_1(folder: Path) -> tuple[str, list[str], float]:
     states.forget_meshes()
     state = states.fill(states.new_state("fsdp 2"))
