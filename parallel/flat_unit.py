@@ -21,6 +21,7 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 
 from parallel.config import Precision, Sharding
 from parallel.plan import Unit
+from parallel.units import kept_unit
 
 STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -127,11 +128,11 @@ def wrap_units(
             if len(unit.modules) > 1:
                 continue
             (fqn,) = unit.modules
-            is_kept = sharding.keep_last_unit and unit is units[-1]
+            chosen = KEEPING.get(strategy, strategy) if unit is kept_unit(units, sharding) else strategy
             module = model.get_submodule(fqn)
             fqns = [f"{fqn}.{name}" for name, _ in module.named_parameters() if f"{fqn}.{name}" not in taken]
             taken.update(fqns)
-            flat = shard(module, sharding_strategy=STRATEGIES[KEEPING.get(strategy, strategy) if is_kept else strategy])
+            flat = shard(module, sharding_strategy=STRATEGIES[chosen])
             flat.fqns = tuple(fqns)
             owner, _, name = fqn.rpartition(".")
             setattr(model.get_submodule(owner), name, flat)

@@ -29,6 +29,12 @@ TESTED = {
         "tests/parallel/test_collectives.py::test_each_collective_has_an_end_and_waits_are_seen"
     ),
     "torch.distributed.distributed_c10d._resolve_process_group": COUNTS,
+    "torch.distributed.fsdp._runtime_utils._reshard": (
+        "tests/parallel/test_fsdp1.py::test_an_evaluation_between_gradients_and_step_leaves_no_stale_parameters"
+    ),
+    "torch.distributed.tensor.placement_types._StridedShard": (
+        "tests/parallel/test_fsdp1.py::test_a_rank_s_ranges_make_up_the_model_under_the_names_of_its_author"
+    ),
     "torch.ops._c10d_functional": ROWS,
     "torch.testing._internal.distributed.fake_pg.FakeStore": (
         "tests/recipes/test_ready_recipes.py::test_a_rank_of_the_full_world_holds_its_share_to_the_byte"

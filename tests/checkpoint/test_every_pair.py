@@ -138,7 +138,10 @@ def saved(folder: Path) -> dict[str, Seen]:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(
     "followed",
-    [pytest.param(FOLLOWED, id="some losses"), pytest.param(tuple(LAYOUTS), id="all losses", marks=pytest.mark.slow)],
+    [
+        pytest.param(FOLLOWED, id="some losses"),
+        pytest.param(tuple(LAYOUTS), id="all losses", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+    ],
 )
 def test_every_layout_goes_on_from_a_checkpoint_of_every_layout(
     folder: Path, saved: dict[str, Seen], followed: tuple[str, ...], world_size: int
