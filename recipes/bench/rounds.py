@@ -33,7 +33,7 @@ class Comparison:
         """The comparison for people."""
         table = Table("contender", "median ms", "quartiles", "ratio", "aim", title=self.title)
         for name, times in self.times_s.items():
-            low, median, high = statistics.quantiles(times, n=4)
+            low, median, high = statistics.quantiles(times, n=4, method="inclusive")
             aim = f"<= {self.targets[name]:.2f}" if name in self.targets else ""
             table.add_row(
                 name, f"{median * 1e3:.1f}", f"{low * 1e3:.1f} to {high * 1e3:.1f}", f"{self.ratio(name):.3f}", aim
@@ -47,7 +47,11 @@ class Comparison:
 
 
 def interleave(
-    contenders: Mapping[str, Callable[[], object]], *, num_rounds: int, steps_of_a_round: int = 3
+    contenders: Mapping[str, Callable[[], object]],
+    *,
+    num_rounds: int,
+    steps_of_a_round: int = 3,
+    prepare: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Runs every contender once a round, in turns of changing order; ranks of a job call this together.
 
@@ -55,6 +59,7 @@ def interleave(
         contenders: What to time, by name; each call is one step.
         num_rounds: Rounds that count; one more, to warm up, goes before.
         steps_of_a_round: Steps of a contender in a round, of which the mean counts.
+        prepare: Done before each contender's turn; its time does not count.
 
     Returns:
         Seconds of one step, by contender and round.
@@ -66,6 +71,7 @@ def interleave(
     try:
         for number in range(num_rounds + 1):
             for name in names if number % 2 else reversed(names):
+                prepare()
                 if dist.is_initialized():
                     dist.barrier()
                 start_s = time.perf_counter()
