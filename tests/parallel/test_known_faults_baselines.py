@@ -166,9 +166,9 @@ def kept_between_micro_batches(reduce_gradients: str) -> int:
     kept: list[int] = []
 
     def measured(*args: Any, **kwargs: Any) -> None:
-        before = all_live_bytes(trained.mesh.device)
+        before = 0 if kept else all_live_bytes(trained.mesh.device)
         run(*args, **kwargs)
-        kept.append(all_live_bytes(trained.mesh.device) - before)
+        kept.append(0 if kept else all_live_bytes(trained.mesh.device) - before)
 
     trained.backend.run_micro_batch = measured  # type: ignore[method-assign]
     trained.forward_backward(mine)
