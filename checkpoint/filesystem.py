@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import fcntl
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -70,6 +71,23 @@ def start_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
     call = getattr(_LIBC, "sync_file_range", None)
     if call is not None:
         call(descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), _SYNC_FILE_RANGE_WRITE)
+
+
+def set_direct(descriptor: int, on: bool) -> bool:
+    """Turns writing straight to the disk on or off, which takes whole pages of memory and of the file.
+
+    Returns:
+        Whether that is what the file does now; many file systems cannot.
+    """
+    flag = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return not on
+    return bool(flag) or not on
 
 
 def sync(descriptor: int) -> None:

@@ -1,0 +1,151 @@
+"""Measures saving and loading: ours beside torch's own storage, and beside plain writes and reads of the same bytes."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.tensor import DTensor
+
+from checkpoint import TrainState, latest, load, save
+from checkpoint.shard_file import memory_of
+from checkpoint.state import flatten
+from models.llama import Llama, LlamaConfig, llama_plan
+from parallel import ParallelConfig, build_mesh, materialize, parallelize
+from recipes.bench import raw_files
+from recipes.bench.rounds import Comparison, interleave
+from recipes.metrics import peak_bytes
+
+MODEL = LlamaConfig(num_layers=21, width=576, num_heads=9, num_kv_heads=3, feed_forward_width=1536, vocab_size=8192)
+"""With two moments of AdamW 576 tensors of 1 GB, and 192 counts of steps."""
+SAVE_AIMS = {"ours": 1 / 2.0}
+LOAD_AIMS = {"ours": 1 / 2.0}
+TORCH, OURS = "torch, one thread", "ours"
+
+
+def compare_save(num_rounds: int, folder: str) -> Comparison:
+    """Saves of a state of 1 GB, synced, by all ranks.
+
+    Args:
+        num_rounds: Rounds.
+        folder: Where to write; 4 GB must be free.
+    """
+    bench = _Bench(folder)
+    contenders: dict[str, Callable[[], object]] = {TORCH: bench.save_torch, OURS: bench.save_ours}
+    contenders |= {name: partial(bench.write_raw, write) for name, write in raw_files.WRITES.items()}
+    times_s = interleave(contenders, num_rounds=num_rounds, steps_of_a_round=1, prepare=bench.clear)
+    return Comparison(title=f"save, {bench.describe()}", times_s=times_s, targets={OURS: 1 / 2.0})
+
+
+def compare_load(num_rounds: int, folder: str, cold: bool) -> Comparison:
+    """Loads of that state into one that is there, by all ranks.
+
+    Args:
+        num_rounds: Rounds.
+        folder: Where to write first what is loaded.
+        cold: Whether the files are dropped from the page cache before each load.
+    """
+    bench = _Bench(folder)
+    bench.clear()
+    bench.save_torch()
+    bench.save_ours()
+    bench.write_raw(raw_files.write_buffered)
+    contenders: dict[str, Callable[[], object]] = {TORCH: bench.load_torch, OURS: bench.load_ours}
+    contenders |= {name: partial(bench.read_raw, read) for name, read in raw_files.READS.items()}
+    prepare = partial(raw_files.set_cached, bench.folder, not cold)
+    times_s = interleave(contenders, num_rounds=num_rounds, steps_of_a_round=1, prepare=prepare)
+    title = f"load, {'cold' if cold else 'warm'}, {bench.describe()}"
+    return Comparison(title=title, times_s=times_s, targets={OURS: 1 / 2.0})
+
+
+def memory_of_save_and_load(folder: str) -> dict[str, int]:
+    """Bytes that a save and a load add to the peak memory of rank 0.
+
+    Args:
+        folder: Where to write.
+    """
+    bench = _Bench(folder)
+    bench.clear()
+    return {"save": _added(bench.save_ours), "load": _added(bench.load_ours)}
+
+
+def _added(action: Callable[[], object]) -> int:
+    cpu = torch.device("cpu")
+    # Linux starts the peak anew from what is resident now.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_bytes(cpu)
+    action()
+    return peak_bytes(cpu) - before
+
+
+class _Bench:
+    """A training state of fully_shard on all ranks, and the ways to write and read it."""
+
+    def __init__(self, folder: str) -> None:
+        torch.set_num_threads(1)
+        self.folder = Path(folder)
+        self.state = _new_state()
+        self.tensors = dict(flatten(self.state, dist.get_world_size()).tensors)
+        self.raw_file = self.folder / f"raw-{dist.get_rank()}"
+        self.views = [memory_of(each) for each in _local(self.tensors.values()) if each.numel()]
+
+    def describe(self) -> str:
+        """What is saved, in words."""
+        num_bytes = sum(each.nbytes for each in self.tensors.values())
+        return f"{num_bytes / 1e9:.2f} GB in {len(self.tensors)} tensors, {dist.get_world_size()} ranks"
+
+    def clear(self) -> None:
+        """Leaves nothing of the contender before, on the disk or on its way there."""
+        if dist.get_rank() == 0:
+            for path in self.folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            os.sync()
+        dist.barrier()
+
+    def save_ours(self) -> None:
+        save(self.folder / "ours", self.state)
+
+    def load_ours(self) -> None:
+        found = latest(self.folder / "ours")
+        if found is None:
+            raise RuntimeError(f"nothing was saved in {self.folder}")
+        load(found, self.state)
+
+    def save_torch(self) -> None:
+        dcp.save(dict(self.tensors), storage_writer=FileSystemWriter(self.folder / "torch"))
+
+    def load_torch(self) -> None:
+        dcp.load(dict(self.tensors), storage_reader=FileSystemReader(self.folder / "torch"))
+
+    def write_raw(self, write: raw_files.Action) -> None:
+        write(self.raw_file, self.views)
+        dist.barrier()
+
+    def read_raw(self, read: raw_files.Action) -> None:
+        read(self.raw_file, self.views)
+        dist.barrier()
+
+
+def _new_state() -> TrainState:
+    config = ParallelConfig()
+    mesh = build_mesh(config, "cpu")
+    with torch.device("meta"):
+        model = Llama(MODEL)
+    trained = parallelize(model, mesh, config, llama_plan(MODEL))
+    materialize(trained)
+    optimizer = trained.build_optimizer(lambda named: torch.optim.AdamW(named.values(), fused=True))
+    for parameter in trained.named_parameters().values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return TrainState(trained=trained, optimizer=optimizer)
+
+
+def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
