@@ -1,10 +1,11 @@
 """The loss of a run on text that it does not train on."""
 
 import time
+from collections.abc import Sequence
 from typing import cast
 
 from checkpoint import TrainState
-from parallel import Mesh, Trained
+from parallel import Batch, Mesh, Trained
 from recipes.data import TextData, evaluation_batches
 from recipes.metrics import EvaluationMetrics
 from recipes.recipe import Recipe
@@ -21,7 +22,7 @@ class HeldOut:
             text: Its data.
             mesh: The ranks that share it.
         """
-        self._batches = []
+        self._batches: Sequence[Batch] = ()
         if text.held_out is not None:
             self._batches = evaluation_batches(
                 text.held_out,

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from models.config import ModelConfig
 from models.layers.rotary import RotaryScaling
+from parallel.ledger.flops import num_parameters
 from parallel.plan import ModelShape
 
 _POSITIVE = ("num_layers", "width", "num_heads", "num_kv_heads", "feed_forward_width", "vocab_size")
@@ -110,9 +111,8 @@ class LlamaConfig(ModelConfig):
         """Parameters of the model, tied ones once."""
         head_dim = self.shape.head_dim
         bias = (self.num_heads + 2 * self.num_kv_heads) * head_dim if self.attention_bias else 0
-        norms = 2 * self.width + (2 * head_dim if self.qk_norm else 0)
-        embeddings = self.vocab_size * self.width * (1 if self.tied_embeddings else 2)
-        return self.num_layers * (self.num_matmul_parameters_per_block + bias + norms) + embeddings + self.width
+        head_norms = 2 * head_dim if self.qk_norm else 0
+        return num_parameters(self.shape) + self.num_layers * (bias + head_norms)
 
 
 _LLAMA2 = {"vocab_size": 32_000, "max_sequence_length": 4096}

@@ -97,10 +97,8 @@ class MoeConfig(LlamaConfig):
     @property
     def num_parameters(self) -> int:
         """Parameters of the model, tied ones once and biases for balance among them."""
-        not_met = 3 * self.width * self.expert_width * (self.num_experts - self.num_experts_per_token)
         bias = self.num_experts if self.balance_rate else 0
-        more = self.num_matmul_parameters_per_sparse_block - self.num_matmul_parameters_per_block + not_met + bias
-        return super().num_parameters + (self.num_layers - len(self.dense_layers)) * more
+        return super().num_parameters + (self.num_layers - len(self.dense_layers)) * bias
 
 
 MOE_PRESETS: dict[str, dict[str, Any]] = {

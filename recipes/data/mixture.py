@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import TypeAlias
 
 import numpy as np
@@ -105,7 +106,9 @@ Dataset: TypeAlias = PackedDataset | MixedDataset
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:
     """Whole shares of a total by weight, which add up to it."""
-    exact = [total * weight / sum(weights) for weight in weights]
+    # In fractions the largest weights do not overflow, and shares that should be equal are.
+    fractions = [Fraction(weight) for weight in weights]
+    exact = [total * fraction / sum(fractions) for fraction in fractions]
     shares = [int(each) for each in exact]
     by_remainder = sorted(range(len(weights)), key=lambda number: (shares[number] - exact[number], number))
     for number in by_remainder[: total - sum(shares)]:

@@ -1,7 +1,7 @@
 """Which samples each step trains on: one global order, of which every rank takes its share."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 import numpy as np
 
@@ -71,7 +71,7 @@ class DataStream:
         sample_ids = self._order[self.position : self.position + self._global_batch]
         self.last_sample_ids = sample_ids[self._dp_rank :: self._dp_degree].tolist()
         self._move_to(self.epoch, self.position + len(sample_ids))
-        return _micro_batches(self._dataset, self.last_sample_ids, self._micro_batch, self.num_micro_batches)
+        return [*_MicroBatches(self._dataset, self.last_sample_ids, self._micro_batch, self.num_micro_batches)]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands and of which data, as JSON can hold it; the same on every rank of every mesh."""
@@ -121,8 +121,8 @@ class DataStream:
 
 def evaluation_batches(
     dataset: Dataset, *, micro_batch: int, dp_rank: int, dp_degree: int, max_samples: int | None = None
-) -> list[Batch]:
-    """This rank's share of a dataset for one evaluation, as many micro-batches on every rank.
+) -> Sequence[Batch]:
+    """This rank's share of a dataset for one evaluation, as many micro-batches on every rank, made when asked for.
 
     Args:
         dataset: What is evaluated on.
@@ -141,14 +141,27 @@ def evaluation_batches(
         num_samples = min(num_samples, max_samples)
     sample_ids = np.arange(num_samples) * dataset.num_samples // num_samples
     num_micro_batches = -(-num_samples // (dp_degree * micro_batch))
-    return _micro_batches(dataset, sample_ids[dp_rank::dp_degree].tolist(), micro_batch, num_micro_batches)
+    return _MicroBatches(dataset, sample_ids[dp_rank::dp_degree].tolist(), micro_batch, num_micro_batches)
 
 
-def _micro_batches(dataset: Dataset, sample_ids: list[int], micro_batch: int, num: int) -> list[Batch]:
-    return [
-        collate(dataset, sample_ids[index * micro_batch : (index + 1) * micro_batch], micro_batch)
-        for index in range(num)
-    ]
+class _MicroBatches(Sequence[Batch]):
+    """Samples as micro-batches, the last ones filled up with padding."""
+
+    def __init__(self, dataset: Dataset, sample_ids: list[int], micro_batch: int, num: int) -> None:
+        self._dataset, self._sample_ids, self._micro_batch, self._num = dataset, sample_ids, micro_batch, num
+
+    def __len__(self) -> int:
+        return self._num
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Batch]: ...
+    def __getitem__(self, index: int | slice) -> Batch | list[Batch]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(self._num))]
+        start = range(self._num)[index] * self._micro_batch
+        return collate(self._dataset, self._sample_ids[start : start + self._micro_batch], self._micro_batch)
 
 
 def _check_share(micro_batch: int, dp_rank: int, dp_degree: int) -> None:

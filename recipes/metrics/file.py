@@ -23,6 +23,7 @@ class MetricsFile:
         Raises:
             ValueError: If the file cannot be written.
         """
+        self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = [] if resumed_step is None or not path.exists() else list(_lines_until(path, resumed_step))
@@ -39,12 +40,18 @@ class MetricsFile:
 
         Args:
             metrics: What to write.
+
+        Raises:
+            OSError: If the disk takes no more.
         """
         record = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in metrics.record().items()
         }
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        except OSError as error:
+            raise OSError(f"cannot write metrics to {str(self._path)!r}: {error.strerror}; make room there") from error
 
     def close(self) -> None:
         """Closes the file."""

@@ -5,6 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from checkpoint import TrainState, load, save
 from models.layers.rotary import RotaryScaling
 from models.llama import Llama, LlamaConfig, llama_plan
 from parallel import ParallelConfig, Trained, build_mesh, materialize, parallelize, replicas
@@ -192,6 +194,32 @@ def logits_over_dirty_memory(config: LlamaConfig) -> tuple[Tensor, int]:
     del dirty
     trained = build(ParallelConfig(), config)
     return trained.logits(tokens()), len(list(trained.model.buffers()))
+
+
+@pytest.mark.parametrize("scaling", [None, RotaryScaling(original_sequence_length=16)], ids=["plain", "llama3"])
+def test_rotary_tables_are_right_at_once_after_a_checkpoint_is_loaded(
+    scaling: RotaryScaling | None, tmp_path: Path
+) -> None:
+    config = LlamaConfig(num_layers=1, rope_scaling=scaling)
+    for expected, logits, num_buffers in run_ranks(2, logits_after_loading, config, tmp_path):
+        assert num_buffers == 0
+        assert torch.equal(logits, expected)
+
+
+def logits_after_loading(config: LlamaConfig, folder: Path) -> tuple[Tensor, Tensor, int]:
+    """Logits of a model, and of one that got all that it has from a checkpoint of it, over memory full of NaN."""
+    trained = build(ParallelConfig(), config)
+    expected = trained.logits(tokens())
+    path = save(folder, TrainState(trained=trained))
+    mesh = build_mesh(ParallelConfig())
+    with torch.device("meta"):
+        model = Llama(config).double()
+    loaded = parallelize(model, mesh, ParallelConfig(), llama_plan(config))
+    dirty = [torch.full((size,), float("nan"), dtype=torch.float64) for size in (4, 16, 64, 256, 4096, 16_384) * 8]
+    del dirty
+    allocate(loaded)
+    load(path, TrainState(trained=loaded))
+    return expected, loaded.logits(tokens()), len(list(loaded.model.buffers()))
 
 
 def test_what_a_checkpoint_leaves_out_shows_as_nan() -> None:

@@ -67,6 +67,8 @@ def _step(streams: Sequence[DataStream]) -> list[int]:
         ((5, 5), (2, 1), [7, 3]),
         ((4, 3), (1, 1), [4, 3]),
         ((3, 97), (0.9, 0.1), [90, 10]),
+        ((5, 5), (1.5e308, 1e308), [6, 4]),
+        ((5, 5), (3e-320, 2e-320), [6, 4]),
     ],
 )
 def test_an_epoch_takes_of_each_source_its_share_to_the_sample(

@@ -194,6 +194,18 @@ def test_evaluation_covers_each_sample_once_with_as_many_micro_batches_on_every_
         assert sorted(rows.tolist()) == sorted(expected.tolist())
 
 
+def test_batches_of_an_evaluation_are_made_when_asked_for_and_alike_each_time() -> None:
+    dataset = _dataset()
+    batches = evaluation_batches(dataset, micro_batch=4, dp_rank=0, dp_degree=1)
+    assert len(batches) == len(list(batches)) == 6
+    assert batches[1] is not batches[1]
+    assert torch.equal(batches[1].tokens, batches[1].tokens)
+    assert torch.equal(batches[-1].tokens, batches[5].tokens)
+    assert [each.tokens.tolist() for each in batches[4:]] == [batches[4].tokens.tolist(), batches[5].tokens.tolist()]
+    with pytest.raises(IndexError):
+        batches[6]
+
+
 def test_a_limited_evaluation_sees_the_same_spread_samples_on_every_mesh() -> None:
     dataset = _dataset()
 

@@ -1,10 +1,13 @@
 """Records, their file, and the console."""
 
 import dataclasses
+import errno
 import io
 import json
+import os
 import multiprocessing
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -102,6 +105,16 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file, no folder")
     with pytest.raises(ValueError, match=r"cannot write metrics to .*taken/metrics\.jsonl"):
         MetricsFile(tmp_path / "taken" / "metrics.jsonl")
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        mock.patch.object(file, "_file", mock.Mock(write=mock.Mock(side_effect=full))),
+        pytest.raises(OSError, match=r"cannot write metrics to .*/metrics\.jsonl': No space left on device"),
+    ):
+        file.write(_metrics(1))
 
 
 def test_without_a_terminal_there_are_plain_lines_every_so_many_steps() -> None:

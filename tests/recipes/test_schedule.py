@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from recipes.data import DataStream, PackedDataset
 from recipes.schedule import Schedule, ScheduleConfig, learning_rate_factor
+from tests.recipes.data_stores import byte_store
 
 
 def _optimizer(lr: float = 0.1) -> Optimizer:
@@ -51,6 +53,20 @@ def test_the_schedule_counts_optimizer_steps_and_scales_each_group() -> None:
     rates = _rates(optimizer, Schedule(optimizer, config, 10), 10)
     factors = [learning_rate_factor(step, config, 10) for step in range(10)]
     assert rates == [pytest.approx((0.1 * factor, 0.01 * factor)) for factor in factors]
+
+
+def test_the_schedule_counts_the_short_step_that_ends_an_epoch_as_one() -> None:
+    # Five samples in micro-batches of one, four a step: an epoch is two steps, and so is the schedule.
+    dataset = PackedDataset(byte_store(bytes(5 * 8 - 1)), sequence_length=8)
+    stream = DataStream(dataset, global_batch=4, micro_batch=1, dp_rank=0, dp_degree=1, seed=0)
+    optimizer, config = _optimizer(), ScheduleConfig(warmup_steps=1, min_ratio=0.2)
+    schedule = Schedule(optimizer, config, 2 * stream.steps_per_epoch)
+    while stream.epoch == 0:
+        stream.next_step()
+        optimizer.step()
+        schedule.step()
+    assert schedule.last_epoch == 2
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * learning_rate_factor(2, config, 4))
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 5, 9])
