@@ -4,8 +4,8 @@ import dataclasses
 import errno
 import io
 import json
-import os
 import multiprocessing
+import os
 from pathlib import Path
 from unittest import mock
 
