@@ -67,6 +67,21 @@ def recipe_of_hub(path: str | os.PathLike[str]) -> Recipe:
     )
 
 
+def hub_source(path: str | os.PathLike[str]) -> tuple[HubSource, Recipe]:
+    """The parameters of a Hugging Face folder under our names in float32, and a recipe for its model.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        ValueError: If it cannot be read, or asks for anything that is not built.
+        OSError: If it cannot be read.
+    """
+    recipe = recipe_of_hub(path)
+    parameters = dict(_on_meta(recipe.model).named_parameters())
+    return HubSource(path, parameters, hub_names(recipe.model)), recipe
+
+
 def import_hub(
     path: str | os.PathLike[str],
     folder: str | os.PathLike[str],
@@ -89,9 +104,7 @@ def import_hub(
         ValueError: If the folder cannot be read, or asks for anything that is not built.
         OSError: If a file cannot be read or written.
     """
-    recipe = recipe_of_hub(path)
-    parameters = dict(_on_meta(recipe.model).named_parameters())
-    source = HubSource(path, parameters, hub_names(recipe.model))
+    source, recipe = hub_source(path)
     header = Header(step=0, num_tokens=0, world_size=1, recipe=recipe.to_json())
     return write_checkpoint(folder, source, header, num_files=num_files, progress=progress)
 

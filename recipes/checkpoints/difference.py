@@ -1,0 +1,157 @@
+"""Compares two checkpoints tensor by tensor."""
+
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import torch
+import tyro
+from rich.console import RenderableType
+from rich.table import Table
+from torch import Tensor
+
+from checkpoint.box_io import slabs
+from checkpoint.boxes import whole
+from checkpoint.canonical import MODEL_PREFIX
+from checkpoint.hub_folder import is_hub_folder
+from checkpoint.offline import SLAB_BYTES, Source, total_bytes
+from checkpoint.sources import CheckpointSource
+from recipes.checkpoints.report import DIFFERENT, Report, progress
+from recipes.from_checkpoint import find_checkpoint
+from recipes.hub import hub_source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far two tensors of one name are apart.
+
+    Attributes:
+        name: Their name.
+        largest: max |a - b|; None where one is not a number and the other is.
+        relative: That as a share of max |b|.
+        num_different: Elements that differ in bits that count.
+        num_elements: Elements of each.
+    """
+
+    name: str
+    largest: float | None
+    relative: float | None
+    num_different: int
+    num_elements: int
+
+
+def compare(name: str, a: Source, b: Source) -> Difference:
+    """Compares two tensors of the same shape, some MiB at a time.
+
+    Args:
+        name: Their name.
+        a: Holds one.
+        b: Holds the other.
+    """
+    dtype, shape = a.tensors[name]
+    largest, scale, num_different = 0.0, 0.0, 0
+    for box, _ in slabs(whole(shape), torch.empty(shape, dtype=dtype, device="meta"), SLAB_BYTES):
+        one, other = a.read(name, box).double(), b.read(name, box).double()
+        differs = ~((one == other) | (one.isnan() & other.isnan()))
+        if differs.any():
+            num_different += int(differs.sum())
+            # Infinities of one sign are equal, and their difference is none.
+            largest = max(largest, _largest((one - other)[differs]))
+        scale = max(scale, _largest(other))
+    is_number = largest < float("inf")
+    return Difference(
+        name=name,
+        largest=largest if is_number else None,
+        relative=largest / scale if is_number and 0 < scale < float("inf") else None,
+        num_different=num_different,
+        num_elements=int(torch.Size(shape).numel()),
+    )
+
+
+def _largest(values: Tensor) -> float:
+    if not values.numel():
+        return 0.0
+    return float(values.abs().nan_to_num(nan=float("inf")).max())
+
+
+def open_source(path: str) -> Source:
+    """The tensors of a checkpoint or of a Hugging Face folder under our names.
+
+    Args:
+        path: One of them, or a folder of checkpoints or of a run, of which the newest is taken.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found = find_checkpoint(path)
+    return hub_source(found)[0] if is_hub_folder(found) else CheckpointSource(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diff:
+    """Compares two checkpoints, or Hugging Face folders: their tensors, and how far apart values are.
+
+    Attributes:
+        a: One of them.
+        b: The other.
+        model: Compare parameters of the model alone.
+        largest: How many of the largest differences to list; JSON has all.
+        json: Print JSON.
+        debug: Show the traceback of an error.
+    """
+
+    a: Annotated[str, tyro.conf.Positional]
+    b: Annotated[str, tyro.conf.Positional]
+    model: bool = False
+    largest: int = 10
+    json: bool = False
+    debug: bool = False
+
+    def run(self) -> Report:
+        """Reads both."""
+        a, b = open_source(self.a), open_source(self.b)
+        of_a, of_b = (
+            [name for name in each.tensors if not self.model or name.startswith(MODEL_PREFIX)] for each in (a, b)
+        )
+        only_a, only_b = ([name for name in one if name not in other.tensors] for one, other in ((of_a, b), (of_b, a)))
+        names = [name for name in of_a if name in b.tensors]
+        shapes = [name for name in names if a.tensors[name][1] != b.tensors[name][1]]
+        dtypes = [name for name in names if a.tensors[name][0] != b.tensors[name][0]]
+        found: list[Difference] = []
+        with progress("compare", total_bytes(a)) as advance:
+            for name in names:
+                if name not in shapes:
+                    found.append(compare(name, a, b))
+                    advance(found[-1].num_elements * a.tensors[name][0].itemsize)
+        differing = sorted(
+            (each for each in found if each.num_different),
+            key=lambda each: float("inf") if each.largest is None else each.largest,
+            reverse=True,
+        )
+        table = Table("tensor", "max |a - b|", "of max |b|", "elements that differ", title="largest differences")
+        for each in differing[: self.largest]:
+            largest, relative = (
+                "not a number" if value is None else f"{value:.3g}" for value in (each.largest, each.relative)
+            )
+            table.add_row(each.name, largest, relative, f"{each.num_different:,} of {each.num_elements:,}")
+        lines = [
+            f"{what} ({len(listed)}): {', '.join(listed)}"
+            for what, listed in (
+                ("only in a", only_a),
+                ("only in b", only_b),
+                ("of another shape", shapes),
+                ("of another dtype", dtypes),
+            )
+            if listed
+        ]
+        summary = f"{len(found) - len(differing)} tensors are equal, {len(differing)} differ in values"
+        values = {
+            "only_a": only_a,
+            "only_b": only_b,
+            "shapes": shapes,
+            "dtypes": dtypes,
+            "num_equal": len(found) - len(differing),
+            "differences": [asdict(each) for each in differing],
+        }
+        is_different = bool(only_a or only_b or shapes or dtypes or differing)
+        shown: list[RenderableType] = [*lines, *([table] if differing else []), summary]
+        return Report(values=values, shown=shown, exit_code=DIFFERENT if is_different else 0)
