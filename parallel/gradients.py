@@ -85,6 +85,16 @@ def _local_gradients(
 
 
 def _global_norm(local: dict[frozenset[str], list[Tensor]], mesh: Mesh, norm_type: float) -> Tensor:
+    if norm_type <= 2 or norm_type == float("inf"):
+        return _norm_in_units(1.0, local, mesh, norm_type)
+    # High powers of what is not about 1 would vanish or overflow.
+    largest = _norm_in_units(1.0, local, mesh, float("inf"))
+    if largest == 0 or not largest.isfinite():
+        return largest
+    return largest * _norm_in_units(largest.item(), local, mesh, norm_type)
+
+
+def _norm_in_units(unit: float, local: dict[frozenset[str], list[Tensor]], mesh: Mesh, norm_type: float) -> Tensor:
     """Reduces one scalar for each set of views over those views, then adds the sets up."""
     infinite = norm_type == float("inf")
     # All ranks must agree on the sets, or their collectives would not match; a pipeline stage or a rank with
@@ -97,6 +107,8 @@ def _global_norm(local: dict[frozenset[str], list[Tensor]], mesh: Mesh, norm_typ
     for index, views in enumerate(sets):
         gradients = [gradient for gradient in local.get(views, []) if gradient.numel()]
         if gradients:
+            if unit != 1.0:
+                gradients = [gradient / unit for gradient in gradients]
             norm = get_total_norm(gradients, norm_type).to(torch.float64)
             # A maximum over ranks may drop NaN, which must not pass for a finite norm.
             totals[index] = norm.nan_to_num(nan=torch.inf, posinf=torch.inf) if infinite else norm.pow(norm_type)

@@ -1,29 +1,34 @@
 """Samples text from a checkpoint, on any mesh: `python -m recipes.generate CHECKPOINT --prompt TEXT`."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
 import tyro
-from torch import Tensor
 
-from models.layers.kv_cache import kv_cache
-from parallel import ParallelConfig, Trained
+from parallel import ParallelConfig
 from recipes.checks import check_fraction, check_integer, check_number
 from recipes.command import parse
-from recipes.data import load_tokenizer, prompt_tokens
+from recipes.data import (
+    TEMPLATES,
+    ChatTemplate,
+    DataConfig,
+    Message,
+    TextStream,
+    Tokenizer,
+    chat_prompt_tokens,
+    load_tokenizer,
+    prompt_tokens,
+)
 from recipes.from_checkpoint import check_layout_of, find_checkpoint, load_model, recipe_of
 from recipes.launch import run
 from recipes.launchers import world_size_to_come
 from recipes.messages import one_message
 from recipes.recipe import Recipe
-
-NextLogits = Callable[[list[int]], Tensor]
-"""Logits [V] of the token after all tokens so far, which only grow from call to call."""
+from recipes.sampling import draw, next_logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +37,10 @@ class GenerateCommand:
 
     Attributes:
         checkpoint: A checkpoint, or a folder of checkpoints or of a run, of which the newest is taken.
-        prompt: Text to continue.
-        num_tokens: Most tokens to sample; the end of a document ends the sample.
+        prompt: Text to continue, or with `chat` what the user says.
+        chat: Answer the prompt as a chat, in the template of the chats that the model was trained on.
+        chat_template: That template, where the checkpoint's data do not say it: `plain` or `chatml`.
+        num_tokens: Most tokens to sample; the end of a document or of an answer ends the sample.
         temperature: Divides the logits: below 1 the likely becomes likelier; 0 always takes the likeliest.
         top_p: Draw among the likeliest tokens only that together have this probability; 1: among all.
         cache: Keep keys and values of the tokens so far and compute the new one alone. Without, every token computes
@@ -47,6 +54,8 @@ class GenerateCommand:
 
     checkpoint: Annotated[str, tyro.conf.Positional]
     prompt: str = ""
+    chat: bool = False
+    chat_template: Literal["plain", "chatml"] | None = None
     num_tokens: int = 200
     temperature: float = 0.8
     top_p: float = 1.0
@@ -68,6 +77,8 @@ class GenerateCommand:
         check_fraction("top_p", self.top_p)
         if self.top_p == 0:
             raise ValueError("top_p=0 leaves no token to draw; use temperature 0 for the likeliest")
+        if self.chat_template is not None and not self.chat:
+            raise ValueError(f"chat_template={self.chat_template!r} is for chats; give --chat too")
 
     @property
     def layout(self) -> ParallelConfig:
@@ -84,116 +95,66 @@ class GenerateCommand:
         )
 
 
-def generate(command: GenerateCommand, recipe: Recipe) -> str:
-    """Loads a checkpoint and samples from it; every rank of the job calls this.
+def generate(command: GenerateCommand, recipe: Recipe) -> Iterator[str]:
+    """Loads a checkpoint and samples from it; every rank of the job calls this, and takes all that it gives.
 
     Args:
         command: What to sample.
         recipe: The recipe that the checkpoint holds.
 
-    Returns:
-        The sampled text, without the prompt, the same on every rank.
+    Yields:
+        The sampled text without the prompt, the same on every rank, piece by piece as it comes.
 
     Raises:
-        ValueError: If the checkpoint cannot be loaded.
+        ValueError: If the checkpoint or the prompt cannot be used, or the model's logits are not finite.
     """
-    trained = load_model(command.checkpoint, recipe, command.layout)
     tokenizer = load_tokenizer(recipe.data.tokenizer)
-    tokens = prompt_tokens(tokenizer, command.prompt)
-    start = len(tokens)
+    tokens, ends = _prompt(command, recipe.data, tokenizer)
+    trained = load_model(command.checkpoint, recipe, command.layout)
+    length = len(tokens) + command.num_tokens
     generator = torch.Generator().manual_seed(command.seed)
-    with next_logits(
-        trained, recipe.data.sequence_length, start + command.num_tokens, cache=command.cache
-    ) as logits_of:
-        while len(tokens) < start + command.num_tokens:
-            token = _shared(sample(logits_of(tokens).cpu(), command.temperature, command.top_p, generator), trained)
-            if token == tokenizer.eos:
+    text = TextStream(tokenizer, tokens)
+    with next_logits(trained, recipe.data.sequence_length, length, cache=command.cache) as logits_of:
+        while len(tokens) < length:
+            token = draw(logits_of(tokens), command.temperature, command.top_p, generator)
+            if token in ends:
                 break
             tokens.append(token)
-    return tokenizer.decode(tokens[start:])
+            yield text.add(token)
+    yield text.rest()
 
 
-@contextmanager
-def next_logits(trained: Trained, context: int, num_tokens: int, *, cache: bool) -> Iterator[NextLogits]:
-    """Gives a function from tokens to the logits of the next one; every rank calls it together.
-
-    The model sees no more than the length that it was trained on. Where the tokens outgrow it, it goes on with the
-    latest half, so that a cache has to be filled anew only once in half a length.
-
-    Args:
-        trained: The model.
-        context: Most tokens that it sees.
-        num_tokens: Tokens that there will be at most.
-        cache: Keep keys and values from call to call.
-    """
-
-    def window(length: int) -> int:
-        """Where what the model sees begins."""
-        half = max(1, context // 2)
-        return 0 if length <= context else -(-(length - context) // half) * half
-
-    def uncached(tokens: list[int]) -> Tensor:
-        return _last_logits(trained, tokens[window(len(tokens)) :], 0)
-
-    if not cache:
-        yield uncached
-        return
-    with kv_cache(trained.source, min(context, num_tokens)) as kept:
-        begin = 0
-
-        def cached(tokens: list[int]) -> Tensor:
-            nonlocal begin
-            if window(len(tokens)) != begin:
-                begin = window(len(tokens))
-                kept.clear()
-            return _last_logits(trained, tokens[begin + kept.length :], kept.length)
-
-        yield cached
+def _prompt(command: GenerateCommand, data: DataConfig, tokenizer: Tokenizer) -> tuple[list[int], set[int]]:
+    """The tokens to go on from, and those that end the sample."""
+    if not command.chat:
+        return prompt_tokens(tokenizer, command.prompt), {tokenizer.eos}
+    template = _chat_template(command, data)
+    said = [Message("user", command.prompt.encode("utf-8", errors="surrogateescape"))]
+    ends = {tokenizer.eos} if template.end is None else {tokenizer.eos, tokenizer.special(template.end)}
+    return chat_prompt_tokens(said, template, tokenizer), ends
 
 
-def _last_logits(trained: Trained, tokens: list[int], position: int) -> Tensor:
-    """Logits [V] after the last of some tokens, the first of which has the given position."""
-    row = torch.tensor([tokens], device=trained.mesh.device)
-    positions = torch.arange(position, position + len(tokens), device=trained.mesh.device).unsqueeze(0)
-    return trained.logits(row, positions=positions)[0, -1]
-
-
-def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """Draws a token.
-
-    Args:
-        logits: Logits of the vocabulary, [V], on the CPU.
-        temperature: Divides them; 0 takes the largest.
-        top_p: Draw among the likeliest only that together have this probability; 1: among all.
-        generator: Source of the draw.
-
-    Source of top_p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1.
-    """
-    if temperature == 0:
-        return int(logits.argmax())
-    probabilities = torch.softmax(logits.double() / temperature, dim=-1)
-    if top_p < 1:
-        ordered, order = probabilities.sort(descending=True, stable=True)
-        # The token that reaches top_p is still among them, and so is the first.
-        enough = ordered.cumsum(0) - ordered >= top_p
-        probabilities[order[enough]] = 0
-    return int(torch.multinomial(probabilities, 1, generator=generator)[0])
-
-
-def _shared(token: int, trained: Trained) -> int:
-    """What rank 0 has drawn: ranks compute the same logits up to rounding, which could tip a draw."""
-    drawn = torch.tensor(token, device=trained.mesh.device)
-    dist.broadcast(drawn, src=0)
-    return int(drawn)
+def _chat_template(command: GenerateCommand, data: DataConfig) -> ChatTemplate:
+    if command.chat_template is not None:
+        return TEMPLATES[command.chat_template]
+    names = {source.chat_template for source in data.sources if source.record == "chat"}
+    if len(names) != 1:
+        found = f"on chats of the templates {sorted(names)}" if names else "on no chats that its recipe names"
+        raise ValueError(f"{command.checkpoint!r} was trained {found}; name the one to use with --chat-template")
+    return TEMPLATES[names.pop()]
 
 
 def print_sample(command: GenerateCommand, recipe: Recipe) -> None:
-    """Samples, and prints prompt and sample on rank 0."""
-    text = generate(command, recipe)
+    """Samples, and prints prompt and sample on rank 0 as they come; of a chat the answer alone."""
+    is_first = True
+    for piece in generate(command, recipe):
+        if dist.get_rank() == 0:
+            # A prompt that is no UTF-8 cannot be printed as it came.
+            prompt = command.prompt.encode(errors="surrogateescape").decode(errors="replace")
+            print(prompt + piece if is_first and not command.chat else piece, end="", flush=True)
+        is_first = False
     if dist.get_rank() == 0:
-        # A prompt that is no UTF-8 cannot be printed as it came.
-        prompt = command.prompt.encode(errors="surrogateescape").decode(errors="replace")
-        print(prompt + text, flush=True)
+        print(flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -208,6 +169,8 @@ def main(arguments: list[str] | None = None) -> None:
         command = replace(command, checkpoint=find_checkpoint(command.checkpoint))
         recipe = recipe_of(command.checkpoint)
         check_layout_of(recipe, command.layout, world_size_to_come(command.nproc))
+        if command.chat:
+            _chat_template(command, recipe.data)
     run(print_sample, command, recipe, num_processes=command.nproc, debug=debug)
 
 

@@ -8,6 +8,7 @@ from recipes.data.mixture import Dataset, MixedDataset
 from recipes.data.packing import PackedDataset, Sample
 from recipes.data.statistics import TextEntropy, text_entropy
 from recipes.data.stream import DataStream, evaluation_batches
+from recipes.data.text_stream import TextStream
 from recipes.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer, prompt_tokens
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "SourceReport",
     "TextData",
     "TextEntropy",
+    "TextStream",
     "Tokenizer",
     "TokenizerConfig",
     "WeightedSource",

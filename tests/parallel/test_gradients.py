@@ -83,6 +83,35 @@ def test_the_norm_over_mixed_meshes_is_that_of_the_full_gradients_and_clipping_r
                 torch.testing.assert_close(scaled[name], gradient * (after / before), rtol=1e-12, atol=0)
 
 
+def test_high_norms_of_tiny_and_of_huge_gradients_neither_vanish_nor_overflow() -> None:
+    elements = torch.cat([*(each.flatten() for each in full_gradients().values()), torch.full((3,), 2.0)]).abs()
+    largest = elements.max().item()
+    shares = elements / largest
+    for found in run_ranks(4, norms_of_scaled_gradients):
+        for (scale, norm_type), (before, after) in found.items():
+            assert before == pytest.approx(scale * largest * (shares**norm_type).sum().item() ** (1 / norm_type), rel=1e-6)
+            # The bound is half the norm, less the usual 1e-6 where that is not small beside it.
+            assert after == pytest.approx(before / 2 / (1 + 1e-6 / before), rel=1e-5), (scale, norm_type)
+
+
+def norms_of_scaled_gradients() -> dict[tuple[float, float], tuple[float, float]]:
+    """Norms before and after clipping to half of them, of float32 gradients on a mesh of 2 x 2."""
+    mesh, norms = build_mesh(ParallelConfig(tp=2)), {}
+    for scale in (1e-12, 1.0, 1e12):
+        for norm_type in (3.0, 64.0, 1000.0):
+            named = mixed_parameters(mesh)
+            for each in named.values():
+                each.data = each.data.float()
+                gradient = each.grad
+                assert gradient is not None
+                each.grad = None
+                each.grad = gradient.float() * scale
+            before = clip_gradients(named.values(), mesh, None, norm_type).item()
+            clip_gradients(named.values(), mesh, before / 2, norm_type)
+            norms[scale, norm_type] = before, clip_gradients(named.values(), mesh, None, norm_type).item()
+    return norms
+
+
 def norms_of_layout(fields: dict[str, Any]) -> list[float]:
     # A norm of 2 components leaves an empty shard on 3 and 4 ranks.
     model = LlamaConfig(num_layers=1, head_dim=2, qk_norm=True, vocab_size=259)

@@ -12,13 +12,16 @@ from torch import Tensor
 import recipes.generate
 from checkpoint import TrainState, save
 from parallel import ParallelConfig
-from recipes.data import ByteTokenizer
+from recipes.data import ByteTokenizer, TextStream, load_tokenizer
+from recipes.data.config import DataConfig, TokenizerConfig
 from recipes.from_checkpoint import find_checkpoint, load_model
-from recipes.generate import GenerateCommand, generate, next_logits, sample
+from recipes.generate import GenerateCommand, generate, print_sample
 from recipes.recipe import Recipe
+from recipes.sampling import draw, next_logits, sample
 from recipes.train import train
 from tests.parallel import small_model
 from tests.ranks import run_ranks
+from tests.recipes.data_stores import train_tokenizer
 from tests.recipes.small_recipe import small_recipe
 
 TP = ParallelConfig(tp=2)
@@ -33,13 +36,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     return recipe
 
 
+def text_of(command: GenerateCommand, recipe: Recipe) -> str:
+    return "".join(generate(command, recipe))
+
+
 def _sample(recipe: Recipe, parallel: ParallelConfig | None = None, world_size: int = 2, **options: object) -> str:
     command = GenerateCommand(
         checkpoint=str(recipe.output.checkpoints),
         parallel=parallel or ParallelConfig(),
         **{"prompt": "mesh ", "num_tokens": 12, **options},  # type: ignore[arg-type]
     )
-    texts = run_ranks(world_size, generate, command, recipe)
+    texts = run_ranks(world_size, text_of, command, recipe)
     assert len(set(texts)) == 1
     return str(texts[0])
 
@@ -72,7 +79,7 @@ def _endless(recipe: Recipe, parallel: ParallelConfig, caches: tuple[bool, ...])
     )
     with mock.patch.object(ByteTokenizer, "eos", -1):
         return [
-            generate(dataclasses.replace(command, prompt=prompt, cache=cache), recipe)
+            text_of(dataclasses.replace(command, prompt=prompt, cache=cache), recipe)
             for cache in caches
             for prompt in ("", "mesh rank", "mesh rank shard view axis")
         ]
@@ -129,6 +136,7 @@ def test_top_p_draws_among_the_likeliest_that_together_reach_it(top_p: float, am
     sharp = [sample(logits, 0.5, top_p, generator) for _ in range(400)]
     assert sharp.count(1) >= drawn.count(1)
     assert sample(logits, 0.0, top_p, generator) == 1
+    assert sample(logits, 1e-310, top_p, generator) == 1
 
 
 def test_a_checkpoint_is_found_from_the_folder_of_its_run_too(trained: Recipe) -> None:
@@ -198,3 +206,104 @@ def test_options_out_of_range_are_refused(
 
 def test_a_recipe_of_a_checkpoint_takes_the_layout_of_the_command(trained: Recipe) -> None:
     assert _sample(dataclasses.replace(trained, parallel=TP), world_size=1) == _sample(trained, world_size=1)
+
+
+def _draws_where_rank_0_sees(values: list[list[float]]) -> list[str]:
+    """What comes of logits of which one rank alone may see some that are not finite."""
+    outcomes = []
+    for broken in values:
+        logits = torch.tensor([0.0, 1.0, *(broken if dist.get_rank() == 0 else [0.5])])
+        try:
+            outcomes.append(str(draw(logits, 0.0, 1.0, torch.Generator())))
+        except ValueError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def test_logits_that_are_not_finite_are_one_error_on_every_rank() -> None:
+    for outcomes in run_ranks(2, _draws_where_rank_0_sees, [[torch.nan], [torch.inf], [-torch.inf]]):
+        assert all("logits are NaN or infinite" in each for each in outcomes[:2])
+        # A token that cannot come is none of them.
+        assert outcomes[2] == "1"
+
+
+def test_text_comes_character_by_character_and_adds_up_to_the_whole() -> None:
+    said = "na\xefve \N{SNOWMAN}\N{GRINNING FACE}!"
+    tokenizer = ByteTokenizer()
+    stream = TextStream(tokenizer, tokenizer.encode("so "))
+    pieces = [stream.add(token) for token in tokenizer.encode(said)]
+    assert [each for each in pieces if each] == list(said)
+    assert stream.rest() == ""
+    # What never becomes a character shows as broken, once that is certain.
+    broken = TextStream(tokenizer)
+    assert [broken.add(token) for token in b"a\xe2\x98b\xe2"] == ["a", "", "", "\ufffdb", ""]
+    assert broken.rest() == "\ufffd"
+
+
+def test_text_of_a_tokenizer_file_adds_up_across_token_borders(tmp_path: Path) -> None:
+    said = "r\xf4les \N{SNOWMAN} of  ranks \N{GRINNING FACE}"
+    tokenizer = load_tokenizer(TokenizerConfig(file=train_tokenizer(tmp_path / "tokenizer.json")))
+    tokens = tokenizer.encode(said)
+    for start in range(len(tokens)):
+        stream = TextStream(tokenizer, tokens[:start])
+        text = "".join([stream.add(token) for token in tokens[start:]]) + stream.rest()
+        before = tokenizer.decode(tokens[:start])
+        assert before + text == said or before.endswith("\ufffd")
+
+
+def _printed(recipe: Recipe, options: dict[str, object], drawn: list[int]) -> tuple[list[str], list[list[int]]]:
+    """What rank 0 prints, call by call, where given tokens are drawn; and the prompts that the model was given."""
+    command = GenerateCommand(checkpoint=str(recipe.output.checkpoints), **options)  # type: ignore[arg-type]
+    prompts: list[list[int]] = []
+    left = list(drawn)
+
+    def draw_next(*_: object) -> int:
+        return left.pop(0)
+
+    def logits(_trained: object, tokens: list[int], _position: int) -> Tensor:
+        prompts.append(tokens)
+        return torch.zeros(ByteTokenizer.vocab_size)
+
+    with (
+        mock.patch("recipes.generate.draw", draw_next),
+        mock.patch("recipes.sampling._last_logits", logits),
+        mock.patch("builtins.print") as written,
+    ):
+        print_sample(command, recipe)
+    return [call.args[0] if call.args else "\n" for call in written.call_args_list], prompts
+
+
+def test_text_is_printed_as_it_comes(trained: Recipe) -> None:
+    ((pieces, _),) = run_ranks(1, _printed, trained, {"prompt": "mesh ", "num_tokens": 4}, [*"a\xe9b".encode()])
+    assert pieces == ["mesh a", "", "\xe9", "b", "", "\n"]
+
+
+def test_a_chat_is_asked_in_the_template_of_the_data_and_ends_with_the_answer(trained: Recipe) -> None:
+    options = {"prompt": "hi", "chat": True}
+    chats = dataclasses.replace(trained, data=DataConfig(record="chat", source="chats.jsonl", sequence_length=16))
+    drawn = [*b"yo", ByteTokenizer.eos, *b"never"]
+    ((pieces, prompts),) = run_ranks(1, _printed, chats, options, drawn)
+    assert "".join(pieces) == "yo\n"
+    asked = [ByteTokenizer.bos, *b"<|user|>\nhi\n<|assistant|>\n"]
+    assert prompts[0] == asked[-len(prompts[0]) :]
+
+
+def test_a_chat_ends_with_the_end_token_of_its_template(tmp_path: Path) -> None:
+    file = train_tokenizer(tmp_path / "tokenizer.json", specials=("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+    data = DataConfig(tokenizer=TokenizerConfig(file=file))
+    command = GenerateCommand(checkpoint="x", prompt="hi", chat=True, chat_template="chatml")
+    tokenizer = load_tokenizer(data.tokenizer)
+    tokens, ends = recipes.generate._prompt(command, data, tokenizer)
+    assert ends == {tokenizer.eos, tokenizer.special("<|im_end|>")}
+    assert tokens[-2:] == tokenizer.encode("assistant\n")[-2:]
+
+
+def test_a_chat_needs_a_template(trained: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--chat"], "was trained on no chats that its recipe names; name the one to use with --chat-template"),
+        (["--chat-template", "plain"], "chat_template='plain' is for chats; give --chat too"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            recipes.generate.main([trained.output.folder, *words])
+        assert end.value.code
+        assert message in " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
