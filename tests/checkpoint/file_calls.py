@@ -44,7 +44,7 @@ def killed_at(number: int, *, torn: bool = False) -> Iterator[list[str]]:
     def before(name: str, *args: Any) -> None:
         if len(calls) == number:
             if torn:
-                _write_half(*args)
+                _write_half(name, *args)
             os.kill(os.getpid(), signal.SIGKILL)
         calls.append(name)
 
@@ -52,6 +52,8 @@ def killed_at(number: int, *, torn: bool = False) -> Iterator[list[str]]:
         yield calls
 
 
-def _write_half(descriptor: int, buffers: Any) -> None:
-    content = b"".join(bytes(each.cast("B")) for each in buffers)
-    os.write(descriptor, content[: len(content) // 2])
+def _write_half(name: str, descriptor: int, content: Any, offset: int | None = None) -> None:
+    if name == "write":
+        content = b"".join(bytes(each.cast("B")) for each in content)
+    half = content[: len(content) // 2]
+    os.write(descriptor, half) if offset is None else os.pwrite(descriptor, half, offset)

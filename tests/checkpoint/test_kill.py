@@ -134,7 +134,7 @@ def find_points(template: Path, world_size: int, step: int) -> list[Point]:
     for rank in range(world_size):
         for call, name in enumerate(Path(f"{folder}.calls-{rank}").read_text().splitlines()):
             points.append(Point(world_size, step, rank, call, torn=False))
-            if name == "write":
+            if name in ("write", "write_at"):
                 points.append(Point(world_size, step, rank, call, torn=True))
     return points
 
@@ -193,6 +193,7 @@ def test_a_saver_killed_at_one_of_some_calls_leaves_one_of_the_neighbours(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_saver_killed_at_any_call_leaves_one_of_the_neighbours(tmp_path: Path) -> None:
     num_points, problems = run_sweep(tmp_path, (1, 2, 4), every=1, timeout_s=1800)
     assert num_points >= 200
