@@ -1,6 +1,7 @@
-"""Builds the model of a recipe on a mesh."""
+"""Builds the model of a recipe, whole or on a mesh."""
 
 import torch
+from torch import nn
 
 from models.registry import family_of
 from parallel import Mesh, Trained, parallelize
@@ -14,7 +15,14 @@ def build_model(recipe: Recipe, mesh: Mesh) -> Trained:
         recipe: What to train and how to split it.
         mesh: The mesh of `recipe.parallel`.
     """
-    family = family_of(recipe.model)
+    return parallelize(whole_model(recipe), mesh, recipe.parallel, family_of(recipe.model).plan(recipe.model))
+
+
+def whole_model(recipe: Recipe) -> nn.Module:
+    """The recipe's model on meta, not laid out.
+
+    Args:
+        recipe: What to train.
+    """
     with torch.device("meta"):
-        model = family.build(recipe.model).to(getattr(torch, recipe.training.stored_dtype))
-    return parallelize(model, mesh, recipe.parallel, family.plan(recipe.model))
+        return family_of(recipe.model).build(recipe.model).to(getattr(torch, recipe.training.stored_dtype))
