@@ -24,9 +24,11 @@ from tests.recipes.small_recipe import small_recipe
 LAST = 6
 
 
-def losses(recipe: Recipe) -> list[float]:
-    records = [json.loads(line) for line in recipe.output.metrics.read_text().splitlines()]
-    return [each["loss"] for each in records if each["kind"] == "step"]
+def records(recipe: Recipe) -> list[dict[str, Any]]:
+    """What must not depend on interruptions, step by step."""
+    names = ("step", "epoch", "loss", "gradient_norm", "learning_rates", "num_tokens", "tokens_seen")
+    lines = [json.loads(line) for line in recipe.output.metrics.read_text().splitlines()]
+    return [{name: each[name] for name in names} for each in lines if each["kind"] == "step"]
 
 
 def saved(recipe: Recipe) -> list[str]:
@@ -59,16 +61,16 @@ def recipe_in(text: Path, folder: Path, **output: Any) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(text: Path) -> list[float]:
+def uninterrupted(text: Path) -> list[dict[str, Any]]:
     recipe = recipe_in(text, text / "whole")
     run_ranks(2, train, recipe)
-    return losses(recipe)
+    return records(recipe)
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 0), (signal.SIGINT, 1)])
 def test_a_signal_to_any_rank_stops_all_after_the_same_step_saved_and_the_run_goes_on_exactly(
-    number: signal.Signals, rank: int, background: bool, text: Path, tmp_path: Path, uninterrupted: list[float]
+    number: signal.Signals, rank: int, background: bool, text: Path, tmp_path: Path, uninterrupted: list[dict[str, Any]]
 ) -> None:
     recipe = recipe_in(text, tmp_path, save_every=2, save_in_background=background)
     summaries = run_ranks(2, train_with_signal, recipe, number, rank, 3)
@@ -76,7 +78,17 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step_saved_and_the_run_go
     assert saved(recipe) == ["step-00000002", "step-00000003"]
     summaries = run_ranks(2, train, recipe)
     assert [(each.first_step, each.last_step, each.stopped_by) for each in summaries] == [(3, LAST, None)] * 2
-    assert losses(recipe) == uninterrupted
+    assert records(recipe) == uninterrupted
+
+
+def test_learning_rates_do_not_depend_on_the_number_of_ranks(
+    text: Path, tmp_path: Path, uninterrupted: list[dict[str, Any]]
+) -> None:
+    recipe = recipe_in(text, tmp_path)
+    run_ranks(1, train, recipe)
+    rates = [each["learning_rates"] for each in records(recipe)]
+    assert rates == [each["learning_rates"] for each in uninterrupted]
+    assert len({str(each) for each in rates}) == LAST
 
 
 def test_a_signal_in_the_last_step_changes_nothing(text: Path, tmp_path: Path) -> None:
@@ -126,7 +138,7 @@ def test_a_save_that_fails_on_one_rank_ends_the_run_on_all(text: Path, tmp_path:
     assert "rank 1: [Errno 28] No space left on device" in message
     assert saved(recipe) == ["step-00000002"]
     # In the background it surfaces after the step that follows, in any case before the run saves again.
-    assert 4 <= len(losses(recipe)) <= 5
+    assert 4 <= len(records(recipe)) <= 5
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
