@@ -85,6 +85,11 @@ def _check_blocks(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Pa
     """Refuses what cannot be done to blocks."""
     if config.compile:
         check_compiler(mesh.device.type)
+        if plan.shape.num_experts:
+            raise ValueError(
+                f"compile=True with {plan.shape.num_experts} experts is not built: of the kernel that multiplies their "
+                "groups torch 2.13 compiles bfloat16 alone; use compile=False"
+            )
     selective, policy = config.activation_checkpointing == "selective", config.activation_checkpoint_policy
     if config.compile and selective and config.tp > 1 and not keeps_attention(policy):
         raise ValueError(

@@ -51,15 +51,19 @@ def test_five_steps_equal_one_process(layout: str, model: str, optimizer: str) -
     assert max(worst.values()) < tolerance, worst
 
 
-def _refusal() -> str:
-    with pytest.raises(ValueError) as refusal:
-        build(ParallelConfig(tp=2), MODELS["softmax, loss"])
-    return str(refusal.value)
+def _refusals() -> list[str]:
+    refusals = []
+    for config in (ParallelConfig(tp=2), ParallelConfig(compile=True)):
+        with pytest.raises(ValueError) as refusal:
+            build(config, MODELS["softmax, loss"])
+        refusals.append(str(refusal.value))
+    return refusals
 
 
-def test_experts_under_sequence_parallel_are_refused_with_the_remedy() -> None:
-    for message in run_ranks(2, _refusal):
-        assert "feed_forward.router.weight" in message and "set sequence_parallel=False" in message
+def test_experts_under_sequence_parallel_or_compile_are_refused_with_the_remedy() -> None:
+    for sequence, compiled in run_ranks(2, _refusals):
+        assert "feed_forward.router.weight" in sequence and "set sequence_parallel=False" in sequence
+        assert "compile=True with 8 experts is not built" in compiled and "use compile=False" in compiled
 
 
 def _save(folder: str) -> dict[str, Any]:
