@@ -117,8 +117,8 @@ def refuse_other_model(path: str | os.PathLike[str], recipe: Recipe) -> None:
     saved, now = of.get("model"), recipe.to_json()["model"]
     if saved is None:
         return
-    # What these say is of no consequence once there are values.
-    same = {name: now[name] for name in ("init_std", "max_sequence_length") if name in now}
+    # What these say is of no consequence for what the model computes once there are values.
+    same = {name: now[name] for name in ("init_std", "max_sequence_length", "balance_loss") if name in now}
     changes = changed_fields({**saved, **same}, now, "model.")
     if changes:
         raise ValueError(
