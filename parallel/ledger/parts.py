@@ -1,6 +1,6 @@
 """What a layout makes of a model's parameters, as data: units, splits over `tp`, and what stays gathered."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -14,6 +14,9 @@ from parallel.units import choose_units, kept_unit
 
 # Along which dim `tp` splits weights of a style; a bias only along its first. Other styles split nothing.
 _SPLIT: Mapping[TensorParallelStyle, int] = {"embedding": 0, "colwise": 0, "head": 0, "rowwise": 1}
+
+ALIGNMENT_BYTES = 16
+"""FSDP1 lets each parameter of a flattened unit start at a multiple of this, in the dtype that is gathered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +91,14 @@ def model_parts(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) ->
     """Describes a model in a layout.
 
     Args:
-        model: The whole model, which may be on meta, before or after `parallelize`, between steps.
+        model: The whole model as it is before `parallelize`, which may be on meta.
         config: The layout with every degree resolved.
         plan: What the model declares.
     """
-    units = choose_units(model, plan, config.sharding)
+    flattens = TRAITS[config.data_parallel].flattens
+    chosen = choose_units(model, plan, config.sharding)
+    # A flattened unit is one module; what is in others is left to the unit around them.
+    units = [unit for unit in chosen if len(unit.modules) == 1 or not flattens]
     aliases = {name for names in plan.tied for name in names[1:]}
     modules = dict(model.named_modules())
     styles = {fqn: style for pattern, style in plan.tensor_parallel.items() for fqn in matching(pattern, modules)}
@@ -116,12 +122,13 @@ def model_parts(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) ->
             tp_dim=tp_dim if tp_dim is not None and tp_dim < parameter.dim() else None,
         )
         members[max(around, default=(0, len(units)))[1]].append(spec)
-    strategy, kept = config.resolved_strategy, kept_unit(units, config.sharding)
+    strategy, kept = config.resolved_strategy, kept_unit(chosen, config.sharding)
     specs: list[UnitSpec] = []
     for unit, own in zip(units, members, strict=False):
-        is_kept = unit.backward_needs_weights and (unit is kept or strategy not in ("full_shard", "hybrid_shard"))
+        needed = unit.backward_needs_weights or flattens
+        is_kept = needed and (unit is kept or strategy not in ("full_shard", "hybrid_shard"))
         is_kept = is_kept or strategy == "no_shard"
-        again = unit.backward_needs_weights and not is_kept
+        again = needed and not is_kept
         specs.append(UnitSpec(parameters=tuple(own), kept=is_kept, gathered_again=again))
     # The root is needed again as soon as backward starts.
     specs.append(UnitSpec(parameters=tuple(members[-1]), kept=True, gathered_again=False))
@@ -150,6 +157,48 @@ def padded(shape: tuple[int, ...], ranks: int) -> int:
     return -(-shape[0] // ranks) * ranks * prod(shape[1:])
 
 
+def unit_elements(parameters: Sequence[ParameterSpec], config: ParallelConfig, tp_rank: int) -> int:
+    """Elements of parameters that travel together, with all that fills them up.
+
+    Args:
+        parameters: Of one unit.
+        config: The layout with every degree resolved.
+        tp_rank: Place of the rank along `tp`.
+    """
+    shapes = [parameter.split(config.tp, tp_rank) for parameter in parameters]
+    if not TRAITS[config.data_parallel].flattens:
+        return sum(padded(shape, num_shards(config)) for shape in shapes)
+    end = flat_ranges(parameters, config, tp_rank)[-1].stop if shapes else 0
+    return padded((end,), num_shards(config))
+
+
+def flat_ranges(parameters: Sequence[ParameterSpec], config: ParallelConfig, tp_rank: int) -> list[range]:
+    """Where each parameter lies in its unit once that is flattened: each starts at an aligned address.
+
+    Args:
+        parameters: Of one unit.
+        config: The layout with every degree resolved.
+        tp_rank: Place of the rank along `tp`.
+    """
+    ranges: list[range] = []
+    end = 0
+    for parameter in parameters:
+        dtype = config.precision.compute_dtype or parameter.dtype
+        start = end + -end % (ALIGNMENT_BYTES // dtype.itemsize)
+        end = start + prod(parameter.split(config.tp, tp_rank))
+        ranges.append(range(start, end))
+    return ranges
+
+
+def num_shards(config: ParallelConfig) -> int:
+    """Ranks that share one copy of the parameters.
+
+    Args:
+        config: The layout with every degree resolved.
+    """
+    return config.dp_shard * config.cp
+
+
 def is_unit_based(config: ParallelConfig) -> bool:
     """Whether parameters travel unit by unit: torch's DDP takes no DTensors, so under `tp` units replace its buckets.
 
@@ -166,5 +215,7 @@ def num_reductions(config: ParallelConfig, num_micro_batches: int) -> int:
         config: The layout.
         num_micro_batches: Micro-batches of a rank.
     """
-    each = TRAITS[config.data_parallel].sums_each_micro_batch and config.reduce_gradients != "last"
-    return num_micro_batches if each else 1
+    traits = TRAITS[config.data_parallel]
+    # Flattened units that are kept whole would sum again what they have summed before.
+    once = not traits.sums_each_micro_batch or (traits.flattens and num_shards(config) == 1)
+    return 1 if once or config.reduce_gradients == "last" else num_micro_batches

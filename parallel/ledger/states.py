@@ -1,12 +1,21 @@
 """Predicts what a rank holds of a training state at three moments of a step, from the layout alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from parallel.config import ParallelConfig
 from parallel.ledger.live import LiveBytes
-from parallel.ledger.parts import ModelParts, ParameterSpec, is_unit_based, padded, part
+from parallel.ledger.parts import (
+    ModelParts,
+    ParameterSpec,
+    UnitSpec,
+    flat_ranges,
+    is_unit_based,
+    num_shards,
+    part,
+    unit_elements,
+)
 from parallel.traits import TRAITS
 
 ADAM_MOMENTS = 2
@@ -36,9 +45,9 @@ def predict_states(parts: ModelParts, coordinates: Mapping[str, int]) -> Moments
         parts: The model in its layout.
         coordinates: Place of the rank along `fsdp`, `dp_replicate` and `tp`, from 0.
     """
-    held = sum(_stored(each, parts.config, coordinates) for each in parts.parameters)
-    gradients = sum(_stored(each, parts.config, coordinates) for each in parts.parameters if each.trainable)
-    state = sum(_adam(each, parts.config, coordinates) for each in parts.parameters if each.trainable)
+    held = sum(_stored(unit.parameters, parts.config, coordinates) for unit in parts.units)
+    gradients = sum(_stored(_with_gradients(unit, parts.config), parts.config, coordinates) for unit in parts.units)
+    state = sum(_adam(unit.parameters, parts.config, coordinates) for unit in parts.units)
     gathered = _gathered(parts, coordinates)
     return Moments(
         rest=LiveBytes(parameters=held, unsharded=0, gradients=0, optimizer_state=state),
@@ -47,41 +56,61 @@ def predict_states(parts: ModelParts, coordinates: Mapping[str, int]) -> Moments
     )
 
 
-def _stored(parameter: ParameterSpec, config: ParallelConfig, coordinates: Mapping[str, int]) -> int:
-    """Bytes of a rank's shard, filled up to the largest one."""
-    local = parameter.split(config.tp, coordinates["tp"])
-    return padded(local, _shards(config)) // _shards(config) * parameter.dtype.itemsize
+def _with_gradients(unit: UnitSpec, config: ParallelConfig) -> Sequence[ParameterSpec]:
+    """The parameters for which there are gradients: in a flattened unit for all or none."""
+    trainable = [each for each in unit.parameters if each.trainable]
+    return unit.parameters if trainable and TRAITS[config.data_parallel].flattens else trainable
 
 
-def _adam(parameter: ParameterSpec, config: ParallelConfig, coordinates: Mapping[str, int]) -> int:
-    """Bytes of AdamW's state for the rows that a rank updates, without padding."""
+def _stored(parameters: Sequence[ParameterSpec], config: ParallelConfig, coordinates: Mapping[str, int]) -> int:
+    """Bytes of a rank's shard of a unit, filled up to the largest one."""
+    if not parameters:
+        return 0
+    return unit_elements(parameters, config, coordinates["tp"]) // num_shards(config) * parameters[0].dtype.itemsize
+
+
+def _adam(parameters: Sequence[ParameterSpec], config: ParallelConfig, coordinates: Mapping[str, int]) -> int:
+    """Bytes of AdamW's state for what a rank updates of a unit, without padding."""
+    if TRAITS[config.data_parallel].flattens:
+        counts = _in_own_range(parameters, config, coordinates)
+    else:
+        counts = [_in_own_rows(each, config, coordinates) for each in parameters]
+    return sum(
+        ADAM_MOMENTS * count * each.dtype.itemsize + ADAM_STEP_BYTES
+        for each, count in zip(parameters, counts, strict=True)
+        if each.trainable
+    )
+
+
+def _in_own_rows(parameter: ParameterSpec, config: ParallelConfig, coordinates: Mapping[str, int]) -> int:
     local = parameter.split(config.tp, coordinates["tp"])
-    ranks, rank = _shards(config), coordinates["fsdp"]
+    ranks, rank = num_shards(config), coordinates["fsdp"]
     if TRAITS[config.data_parallel].splits_optimizer_rows:
         ranks, rank = config.dp_replicate, coordinates["dp_replicate"]
-    rows = part(local[0], ranks, rank)
-    return ADAM_MOMENTS * rows * prod(local[1:]) * parameter.dtype.itemsize + ADAM_STEP_BYTES
+    return part(local[0], ranks, rank) * prod(local[1:])
+
+
+def _in_own_range(
+    parameters: Sequence[ParameterSpec], config: ParallelConfig, coordinates: Mapping[str, int]
+) -> list[int]:
+    """Elements of each parameter that lie in the range of a flattened unit which a rank holds."""
+    size = unit_elements(parameters, config, coordinates["tp"]) // num_shards(config)
+    start, stop = size * coordinates["fsdp"], size * (coordinates["fsdp"] + 1)
+    ranges = flat_ranges(parameters, config, coordinates["tp"])
+    return [max(0, min(each.stop, stop) - max(each.start, start)) for each in ranges]
 
 
 def _gathered(parts: ModelParts, coordinates: Mapping[str, int]) -> int:
     """Bytes of the units that are gathered at the end of forward, in the dtype in which they are computed with."""
     config = parts.config
-    if not is_unit_based(config):
+    # `fully_shard` makes a copy even where it has one rank and nothing to cast; flattened units make none.
+    if not is_unit_based(config) or (TRAITS[config.data_parallel].flattens and num_shards(config) == 1):
         return 0
     total = 0
     for unit in parts.units:
         # Resharding to a group leaves each of its ranks a part of what it gathers again.
         group = config.sharding.reshard_group if unit.gathered_again else None
-        if not unit.kept and group is None:
-            continue
-        for parameter in unit.parameters:
-            local = parameter.split(config.tp, coordinates["tp"])
-            dtype = config.precision.compute_dtype or parameter.dtype
-            # `fully_shard` makes a copy even where it has one rank and nothing to cast.
-            total += padded(local, _shards(config)) // (group or 1) * dtype.itemsize
+        if unit.parameters and (unit.kept or group is not None):
+            dtype = config.precision.compute_dtype or unit.parameters[0].dtype
+            total += unit_elements(unit.parameters, config, coordinates["tp"]) // (group or 1) * dtype.itemsize
     return total
-
-
-def _shards(config: ParallelConfig) -> int:
-    """Ranks that share one copy of the parameters."""
-    return config.dp_shard * config.cp

@@ -1,11 +1,22 @@
 """Predicts what parameters, gradients and optimizer state send: the data-parallel part of a step."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
+import torch
+
 from parallel.config import ParallelConfig
-from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, is_unit_based, num_reductions, padded
+from parallel.ledger.parts import (
+    ModelParts,
+    ParameterSpec,
+    UnitSpec,
+    is_unit_based,
+    num_reductions,
+    num_shards,
+    padded,
+    unit_elements,
+)
 from parallel.ledger.term import Channel, Term, channel, elements
 from parallel.traits import TRAITS
 
@@ -34,14 +45,15 @@ def parameter_terms(parts: ModelParts, num_micro_batches: int, tp_rank: int) -> 
 def _gathers(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterator[Term]:
     """A unit is gathered for its forward, and for its backward too where it was freed between them."""
     forward = channel(config, "all_gather", "fsdp", "forward")
-    yield from _parameters("parameters", forward, unit.parameters, config, tp_rank)
+    dtype = config.precision.compute_dtype
+    yield from _together("parameters", forward, unit.parameters, config, tp_rank, dtype)
     if config.resolved_strategy not in ("full_shard", "hybrid_shard"):
         return
     backward = channel(config, "all_gather", "fsdp", "backward")
     if config.sharding.reshard_group:
         # Its ranks are no view of the mesh.
         backward = replace(backward, view="other", ranks=config.sharding.reshard_group)
-    again = list(_parameters("parameters again", backward, unit.parameters, config, tp_rank))
+    again = list(_together("parameters again", backward, unit.parameters, config, tp_rank, dtype))
     yield from again
     if not unit.gathered_again:
         saved = sum(term.payload_bytes for term in again)
@@ -49,31 +61,34 @@ def _gathers(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterator[T
         yield Term(name=name, channel=backward, payload_bytes=-saved)
 
 
-def _parameters(
-    name: str, where: Channel, parameters: Iterable[ParameterSpec], config: ParallelConfig, tp_rank: int
-) -> Iterator[Term]:
-    for parameter in parameters:
-        local = parameter.split(config.tp, tp_rank)
-        dtype = config.precision.compute_dtype or parameter.dtype
-        sent = padded(local, _degree(config))
-        yield from elements(name, where, prod(local), sent=sent, stored=parameter.dtype, dtype=dtype)
-
-
 def _reductions(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterator[Term]:
     """Gradients are summed over the ranks that share a unit, and each rank's part over the replicas."""
-    shards = _degree(config)
     scatter = channel(config, "reduce_scatter", "fsdp", "backward")
     replicas = channel(config, "all_reduce", "dp_replicate", "backward")
-    for parameter in unit.parameters:
-        if not parameter.trainable:
-            continue
-        stored, precision = parameter.dtype, config.precision
-        dtype = precision.reduce_dtype or precision.compute_dtype or stored
-        local = parameter.split(config.tp, tp_rank)
-        sent = padded(local, shards)
-        yield from elements("gradients", scatter, prod(local), sent=sent, stored=stored, dtype=dtype)
-        own = sent // shards
-        yield from elements("gradients over replicas", replicas, own, sent=own, stored=stored, dtype=dtype)
+    parameters = [each for each in unit.parameters if each.trainable]
+    if parameters and TRAITS[config.data_parallel].flattens:
+        parameters = list(unit.parameters)
+    dtype = config.precision.reduce_dtype or config.precision.compute_dtype
+    yield from _together("gradients", scatter, parameters, config, tp_rank, dtype)
+    for term in _together("gradients over replicas", replicas, parameters, config, tp_rank, dtype):
+        yield replace(term, payload_bytes=term.payload_bytes // num_shards(config))
+
+
+def _together(
+    name: str,
+    where: Channel,
+    parameters: Sequence[ParameterSpec],
+    config: ParallelConfig,
+    tp_rank: int,
+    dtype: torch.dtype | None,
+) -> Iterator[Term]:
+    """The terms of parameters that travel in one collective, in their own dtype where none is given."""
+    if not parameters:
+        return
+    stored = parameters[0].dtype
+    count = sum(prod(each.split(config.tp, tp_rank)) for each in parameters)
+    sent = unit_elements(parameters, config, tp_rank)
+    yield from elements(name, where, count, sent=sent, stored=stored, dtype=dtype or stored)
 
 
 def _buckets(parts: ModelParts) -> Iterator[Term]:
@@ -103,8 +118,3 @@ def _repeated(terms: Iterable[Term], times: int) -> Iterator[Term]:
             yield Term(
                 name="further micro-batches", channel=term.channel, payload_bytes=(times - 1) * term.payload_bytes
             )
-
-
-def _degree(config: ParallelConfig) -> int:
-    """Ranks that share one copy of the parameters."""
-    return config.dp_shard * config.cp

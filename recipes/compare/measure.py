@@ -18,7 +18,7 @@ from parallel.ledger.timeline import StepRecorder, Timeline
 from parallel.ledger.traffic import StepShape, predict_traffic
 from recipes.data import DataStream, load_dataset
 from recipes.metrics import peak_bytes
-from recipes.model import build_model
+from recipes.model import build_model, whole_model
 from recipes.optimizer import adamw_factory
 from recipes.recipe import Recipe
 from recipes.schedule import Schedule
@@ -132,7 +132,7 @@ class _Run:
         self.trained: Trained = build_model(recipe, mesh)
         text = ranks.together("read the text", lambda: load_dataset(recipe.data))
         materialize(self.trained, seed=training.seed)
-        self.parts: ModelParts = model_parts(self.trained.source, self.trained.config, self.trained.plan)
+        self.parts: ModelParts = model_parts(whole_model(recipe), self.trained.config, self.trained.plan)
         self.optimizer: Optimizer = self.trained.build_optimizer(
             adamw_factory(recipe.optimizer.at_batch(training.global_batch))
         )

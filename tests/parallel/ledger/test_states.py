@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from models.llama.config import LlamaConfig
+from models.llama.model import Llama
 from parallel import ParallelConfig, Precision, Sharding
 from parallel.ledger.live import LiveMeter
 from parallel.ledger.parts import model_parts
@@ -19,10 +20,13 @@ VIEWS = ("fsdp", "dp_replicate", "tp")
 
 def measured(fields: dict[str, Any], model: dict[str, Any]) -> tuple[Moments, Moments]:
     """What this rank holds, and what was predicted."""
-    trained = build(ParallelConfig(**fields), LlamaConfig(**{"num_layers": 2, **model}), dtype=torch.float32)
+    config = LlamaConfig(**{"num_layers": 2, **model})
+    trained = build(ParallelConfig(**fields), config, dtype=torch.float32)
     optimizer = trained.build_optimizer(adamw)
     mine = batches(trained.mesh, 0)
-    parts = model_parts(trained.source, trained.config, trained.plan)
+    with torch.device("meta"):
+        whole = Llama(config)
+    parts = model_parts(whole, trained.config, trained.plan)
     predicted = predict_states(parts, {view: trained.mesh.coordinate(view) for view in VIEWS})
     trained.forward_backward(mine)
     optimizer.step()
@@ -36,6 +40,8 @@ def measured(fields: dict[str, Any], model: dict[str, Any]) -> tuple[Moments, Mo
     return Moments(rest=rest, after_forward=after_forward, after_backward=after_backward), predicted
 
 
+FSDP1 = {"data_parallel": "fsdp1"}
+LAST = Sharding(keep_last_unit=True)
 HYBRID = {"dp_replicate": 2, "strategy": "hybrid_shard"}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "full_shard": (2, {}, {}),
@@ -56,6 +62,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "resharding to pairs": (4, {"sharding": Sharding(reshard_group=2)}, {}),
     "full_shard x tp": (4, {"dp_shard": 2, "tp": 2}, {"vocab_size": 259}),
     "ddp x tp": (4, {"data_parallel": "ddp", "tp": 2}, {}),
+    "fsdp1 with padding": (3, FSDP1, {"vocab_size": 261}),
+    "fsdp1 in bf16, last unit kept": (2, FSDP1 | {"precision": BF16, "sharding": LAST}, {"vocab_size": 261}),
+    "fsdp1 shard_grad_op": (2, FSDP1 | {"strategy": "shard_grad_op", "precision": BF16}, {}),
+    "fsdp1 hybrid_shard": (4, FSDP1 | HYBRID, {"vocab_size": 261}),
+    "fsdp1 hybrid_shard_zero2": (4, FSDP1 | HYBRID | {"strategy": "hybrid_shard_zero2"}, {}),
+    "fsdp1 no_shard": (2, FSDP1 | {"strategy": "no_shard", "precision": BF16}, {"vocab_size": 261}),
+    "fsdp1 x tp": (4, FSDP1 | {"dp_shard": 2, "tp": 2}, {"vocab_size": 261}),
     "one process": (1, {"data_parallel": "none", "precision": BF16}, {}),
 }
 

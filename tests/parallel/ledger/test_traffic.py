@@ -23,11 +23,19 @@ MODEL = LlamaConfig(num_layers=2)
 P = MODEL.num_parameters * 4
 
 
-def step(trained: Trained, num_micro_batches: int) -> tuple[Traffic, tuple[Term, ...]]:
+def whole(config: LlamaConfig, frozen: tuple[str, ...] = ()) -> Llama:
+    with torch.device("meta"):
+        model = Llama(config)
+    for fqn in frozen:
+        model.get_parameter(fqn).requires_grad_(False)
+    return model
+
+
+def step(trained: Trained, model: Llama, num_micro_batches: int) -> tuple[Traffic, tuple[Term, ...]]:
     """What this rank sent in a step of training, and the terms that were predicted before it."""
     mine = batches(trained.mesh, 0, num_micro_batches)
     optimizer = trained.build_optimizer(adamw)
-    parts = model_parts(trained.source, trained.config, trained.plan)
+    parts = model_parts(model, trained.config, trained.plan)
     shape = StepShape(
         num_micro_batches=num_micro_batches, num_tokens=sum(each.tokens.numel() for each in mine), clips=True
     )
@@ -44,9 +52,11 @@ def step(trained: Trained, num_micro_batches: int) -> tuple[Traffic, tuple[Term,
 def both(fields: dict[str, Any], model: dict[str, Any], num_micro_batches: int, frozen: tuple[str, ...]) -> Any:
     config = LlamaConfig(**{"num_layers": 2, **model})
     trained = build(ParallelConfig(**fields), config, dtype=torch.float32, frozen=frozen)
-    return step(trained, num_micro_batches)
+    return step(trained, whole(config, frozen), num_micro_batches)
 
 
+FSDP1 = {"data_parallel": "fsdp1"}
+LAST = Sharding(keep_last_unit=True)
 HYBRID = {"dp_replicate": 2, "strategy": "hybrid_shard"}
 # Ranks, layout, model, micro-batches.
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
@@ -109,6 +119,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
     "full_shard x tp": (4, {"dp_shard": 2, "tp": 2, "precision": BF16}, {"vocab_size": 261}, 2),
     "ddp x tp": (4, {"data_parallel": "ddp", "tp": 2}, {}, 2),
     "no_shard x tp": (4, {"strategy": "no_shard", "tp": 2}, {}, 1),
+    "fsdp1 with padding": (3, FSDP1, {"vocab_size": 261}, 1),
+    "fsdp1 in bf16, last unit kept": (2, FSDP1 | {"precision": BF16, "sharding": LAST}, {"vocab_size": 261}, 2),
+    "fsdp1 shard_grad_op": (2, FSDP1 | {"strategy": "shard_grad_op", "precision": BF16}, {}, 2),
+    "fsdp1 hybrid_shard": (4, FSDP1 | HYBRID, {"vocab_size": 261}, 1),
+    "fsdp1 hybrid_shard_zero2": (4, FSDP1 | HYBRID | {"strategy": "hybrid_shard_zero2"}, {}, 2),
+    "fsdp1 no_shard": (2, FSDP1 | {"strategy": "no_shard", "precision": BF16}, {"vocab_size": 261}, 2),
+    "fsdp1 x tp": (4, FSDP1 | {"dp_shard": 2, "tp": 2}, {"vocab_size": 261}, 1),
     "one process": (1, {"data_parallel": "none"}, {}, 2),
 }
 
@@ -134,9 +151,7 @@ def wire_bytes(name: str) -> float:
     """What rank 0 sends around rings by the terms that textbooks know; nothing is run for that."""
     world_size, fields, model, num_micro_batches = CASES[name]
     model_config = LlamaConfig(**{"num_layers": 2, **model})
-    with torch.device("meta"):
-        whole = Llama(model_config)
-    parts = model_parts(whole, resolve(ParallelConfig(**fields), world_size), llama_plan(model_config))
+    parts = model_parts(whole(model_config), resolve(ParallelConfig(**fields), world_size), llama_plan(model_config))
     known = {"parameters", "parameters again", "gradients", "gradients over replicas", "updated rows"}
     terms = predict_traffic(parts, StepShape(num_micro_batches=num_micro_batches, num_tokens=64, clips=True))
     return sum(
