@@ -14,6 +14,7 @@ class Traits:
         has_buckets: Whether it sends gradients in buckets.
         sums_each_micro_batch: Whether it may sum gradients over ranks after every micro-batch.
         splits_optimizer_rows: Whether each rank updates its rows of every parameter and then sends them to the others.
+        gathers_centrally: Whether one device gathers all gradients and sends parameters back, without collectives.
         flattens: Whether it concatenates the parameters of a unit and cuts them anywhere.
         refused_axes: Axes that it does not compose with, each with what to use instead.
         refused_sharding: Fields of `Sharding` that it has no use for, each with what to use instead.
@@ -25,6 +26,7 @@ class Traits:
     has_buckets: bool = False
     sums_each_micro_batch: bool = True
     splits_optimizer_rows: bool = False
+    gathers_centrally: bool = False
     flattens: bool = False
     refused_axes: Mapping[str, str] = field(default_factory=dict)
     refused_sharding: Mapping[str, str] = field(default_factory=dict)
@@ -35,7 +37,7 @@ _ROW_SHARDS = "data_parallel='fsdp2' with strategy='shard_grad_op', which shards
 
 TRAITS: Mapping[str, Traits] = {
     "none": Traits(one_process=True),
-    "dp": Traits(one_process=True),
+    "dp": Traits(one_process=True, gathers_centrally=True),
     "ddp": Traits(has_buckets=True, sums_each_micro_batch=False),
     "zero1": Traits(
         has_buckets=True, sums_each_micro_batch=False, splits_optimizer_rows=True, refused_axes={"tp": _ROW_SHARDS}
