@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
@@ -15,8 +15,8 @@ from parallel.config import ParallelConfig, Precision, ReduceGradients, Sharding
 from parallel.local_step import OwnShards, step_on_local_shards
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan, Unit
-from parallel.replicas import local_part
-from parallel.units import choose_units, kept_unit
+from parallel.sharded_forward import gather_in_backward_if_kept, refuse_direct_forward
+from parallel.units import choose_units, kept_unit, modules_in_root
 
 
 class FullyShard(Backend):
@@ -101,9 +101,9 @@ def apply_fsdp2(
         else OffloadPolicy(),
     )
     _shard_units(model, units, shard, sharding.reshard_group or reshard_after_forward, kept_unit(units, sharding))
-    _refuse_direct_forward(model, type(model).__name__)
-    for fqn, module in _left_in_root(model, units).items():
-        _refuse_direct_forward(module, fqn, instead="the whole model")
+    refuse_direct_forward(model, type(model).__name__)
+    for fqn, module in modules_in_root(model, units).items():
+        refuse_direct_forward(module, fqn, instead="the whole model")
     # The root is needed again as soon as backward starts, so by default it stays unsharded until then.
     shard(model)
     model.register_forward_hook(_reshard_after_evaluation)
@@ -122,9 +122,9 @@ def _shard_units(
     for unit in units:
         modules = [model.get_submodule(fqn) for fqn in unit.modules]
         if not unit.backward_needs_weights:
-            _gather_in_backward_if_kept(modules)
+            gather_in_backward_if_kept(modules)
         for module, fqn in zip(modules, unit.modules, strict=True):
-            _refuse_direct_forward(module, fqn)
+            refuse_direct_forward(module, fqn)
         reshard = False if unit is kept else after_forward
         shard(
             modules if len(modules) > 1 else modules[0],
@@ -167,36 +167,6 @@ def _prefetch(model: nn.Module, units: Sequence[Unit], sharding: Sharding) -> No
             first_module(unit).set_modules_to_backward_prefetch([first_module(each) for each in ahead])
 
 
-def _gather_in_backward_if_kept(modules: Sequence[nn.Module]) -> None:
-    """Spares a unit's gather in backward, unless its forward has kept one of its weights for that."""
-    kept = False
-
-    def watch(module: nn.Module) -> None:
-        inner = module.forward
-
-        @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            weights = {local_part(each).untyped_storage().data_ptr() for each in module.parameters()} - {0}
-
-            def pack(tensor: Tensor) -> Tensor:
-                nonlocal kept
-                kept = kept or local_part(tensor).untyped_storage().data_ptr() in weights
-                return tensor
-
-            nonlocal kept
-            kept = kept and module is not modules[0]
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                output = inner(*args, **kwargs)
-            if torch.is_grad_enabled():
-                module.set_unshard_in_backward(kept)  # type: ignore[operator]  # fully_shard has made it an FSDPModule
-            return output
-
-        module.forward = forward
-
-    for module in modules:
-        watch(module)
-
-
 def _reshard_after_evaluation(model: nn.Module, _inputs: object, _output: object) -> None:
     """Reshards what no backward will reshard: the root, and units that strategies keep gathered for backward.
 
@@ -210,36 +180,3 @@ def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _left_in_root(model: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Module]:
-    """Modules below the root whose own parameters no unit takes."""
-    within = tuple(f"{fqn}." for unit in units for fqn in unit.modules)
-    return {
-        fqn: module
-        for fqn, module in model.named_modules()
-        if fqn and not f"{fqn}.".startswith(within) and next(module.parameters(recurse=False), None) is not None
-    }
-
-
-def _refuse_direct_forward(module: nn.Module, fqn: str, instead: str = "the module itself") -> None:
-    """Makes `module.forward(...)` say what is wrong: it skips the hooks that gather the parameters."""
-    inner = module.forward
-    entered = False
-
-    def enter(_module: nn.Module, _inputs: object) -> None:
-        nonlocal entered
-        entered = True
-
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal entered
-        if not entered:
-            raise RuntimeError(
-                f"the parameters of {fqn} would be used while sharded; call {instead}, not its .forward()"
-            )
-        entered = False
-        return inner(*args, **kwargs)
-
-    module.register_forward_pre_hook(enter)
-    module.forward = forward

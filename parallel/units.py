@@ -36,6 +36,21 @@ def kept_unit(units: Sequence[Unit], sharding: Sharding) -> Unit | None:
     return needed[-1] if needed and sharding.keep_last_unit else None
 
 
+def modules_in_root(model: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Module]:
+    """Modules below the root whose own parameters no unit takes, by fqn.
+
+    Args:
+        model: The whole model.
+        units: Its units.
+    """
+    within = tuple(f"{fqn}." for unit in units for fqn in unit.modules)
+    return {
+        fqn: module
+        for fqn, module in model.named_modules()
+        if fqn and not f"{fqn}.".startswith(within) and next(module.parameters(recurse=False), None) is not None
+    }
+
+
 def units_by_size(model: nn.Module, min_parameters: int, *, tied: tuple[tuple[str, ...], ...] = ()) -> tuple[Unit, ...]:
     """A unit for each module that holds enough parameters besides those of the units within it.
 
