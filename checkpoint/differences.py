@@ -24,6 +24,12 @@ class Differences:
     dtypes: list[str] = field(default_factory=list)
     optimizer: list[str] = field(default_factory=list)
 
+    def of_optimizer(self) -> "Differences":
+        """Those of them that concern the optimizer."""
+        names = [each.name for each in fields(self) if each.name != "optimizer"]
+        kept = {name: [line for line in getattr(self, name) if line.startswith("optimizer.")] for name in names}
+        return Differences(**kept, optimizer=self.optimizer)
+
     def describe(self) -> str:
         """The differences in words, empty if there are none."""
         headings = {

@@ -15,6 +15,7 @@ from checkpoint.layout import local_box
 from checkpoint.manifest import Manifest
 from checkpoint.ranks import Ranks
 from checkpoint.reader import Slice
+from checkpoint.selection import Keys, Selection
 from checkpoint.state import TrainState, model_tensors
 from checkpoint.undo import Undo
 
@@ -22,6 +23,33 @@ Part = Literal["model", "optimizer", "progress", "rng"]
 """`progress` is step, num_tokens and everything stateful."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What a load fills.
+
+    Attributes:
+        parts: Parts of the state.
+        keys: Tensors of the parts; None: all.
+        strict: Whether everything must fit.
+        cast: Whether floating-point values may be converted to the dtype that is needed.
+    """
+
+    parts: Sequence[Part] = PARTS
+    keys: Keys = None
+    strict: bool = True
+    cast: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses what is no part.
+
+        Raises:
+            ValueError: If there is no such part.
+        """
+        unknown = [part for part in self.parts if part not in PARTS]
+        if unknown:
+            raise ValueError(f"unknown parts {unknown}; legal: {', '.join(PARTS)}")
 
 
 @dataclass(frozen=True)
@@ -35,18 +63,21 @@ class _Like:
 class Restore:
     """One load of one checkpoint into one training state: `check`, `slices`, `begin`, `finish`, in this order."""
 
-    def __init__(self, state: TrainState, manifest: Manifest, ranks: Ranks, parts: Sequence[Part]) -> None:
+    def __init__(self, state: TrainState, manifest: Manifest, ranks: Ranks, options: LoadOptions) -> None:
         """Looks at the state; changes nothing in it.
 
         Args:
             state: What is to be filled.
             manifest: What there is to fill it with.
             ranks: Ranks of this load.
-            parts: Parts of the state to fill; the others stay as they are.
+            options: What to fill; the rest stays as it is.
         """
-        self.state, self.manifest, self.ranks, self.parts = state, manifest, ranks, parts
+        self.state, self.manifest, self.ranks, self.options = state, manifest, ranks, options
+        self.parts, self.selection = options.parts, Selection(options.keys)
+        self.stored = self.selection.stored(manifest.tensors)
+        self.unfit: set[str] = set()
         self.parameters = state.trained.named_parameters()
-        self.optimizer = state.optimizer if "optimizer" in parts else None
+        self.optimizer = state.optimizer if "optimizer" in self.parts else None
         self.current = (
             optimizer_state.OptimizerState()
             if self.optimizer is None
@@ -60,18 +91,23 @@ class Restore:
 
     def check(self) -> Differences:
         """Lists every difference."""
-        differences = Differences()
-        wanted = self._wanted_tensors()
+        differences, wanted = Differences(), self._wanted_tensors()
+        stored = self.stored | {
+            name: self.manifest.tensors[name] for name in self._generators() if name in self.manifest.tensors
+        }
+        self.selection.check(wanted, self.stored)
         prefixes = {"model": MODEL_PREFIX, "optimizer": optimizer_state.PREFIX}
         chosen = tuple(prefix for part, prefix in prefixes.items() if part in self.parts)
-        stored = self.manifest.tensors
         differences.missing.extend(name for name in wanted if name not in stored)
         differences.unexpected.extend(name for name in stored if name.startswith(chosen) and name not in wanted)
+        self.unfit.update(differences.missing)
         for name, like in wanted.items():
             if name in stored and stored[name].shape != like.shape:
                 differences.shapes.append(f"{name}: {list(stored[name].shape)}, needed {list(like.shape)}")
-            if name in stored and stored[name].dtype != like.dtype:
+                self.unfit.add(name)
+            if name in stored and stored[name].dtype != like.dtype and not self._casts(stored[name].dtype, like.dtype):
                 differences.dtypes.append(f"{name}: {stored[name].dtype}, needed {like.dtype}")
+                self.unfit.add(name)
         if "optimizer" in self.parts:
             self._check_optimizer(differences)
         if "progress" in self.parts:
@@ -84,18 +120,21 @@ class Restore:
         """The tensors to fill, by canonical name: the state's own, and new ones for what it does not have yet."""
         targets: dict[str, Tensor] = model_tensors(self.parameters) if "model" in self.parts else {}
         targets |= self.current.tensors
+        targets = {name: each for name, each in targets.items() if self._fills(name)}
         if self.optimizer is not None:
             groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
             for name in self._adopted():
                 parameter = self.parameters[optimizer_state.split_name(name)[0]]
-                stored = self.manifest.tensors[name]
+                stored = self.stored[name]
                 is_whole = stored.shape == self._whole_shape(optimizer_state.split_name(name)[0])
                 shape = tuple(parameter.shape) if is_whole else stored.shape
                 self.new_entries[name] = optimizer_state.new_entry(
                     name, stored.dtype, shape, parameter, groups[id(parameter)]
                 )
         self.generators = {
-            name: torch.empty(like.shape[1:], dtype=like.dtype) for name, like in self._generators().items()
+            name: torch.empty(like.shape[1:], dtype=like.dtype)
+            for name, like in self._generators().items()
+            if name not in self.unfit
         }
         self.targets = self._canonical(targets | self.new_entries)
         return self.targets
@@ -104,7 +143,10 @@ class Restore:
         """The parts of stored tensors that this rank needs, with the memory of the state that takes them."""
         row = random_state.source_rank(self.ranks.rank, self.ranks.size, self.manifest.header.world_size)
         return [
-            *(Slice(name, local_box(tensor).offsets, _local(tensor)) for name, tensor in self.tensors().items()),
+            *(
+                Slice(self.selection.stored_name(name), local_box(tensor).offsets, _local(tensor))
+                for name, tensor in self.tensors().items()
+            ),
             *(Slice(name, (row, 0), state.unsqueeze(0)) for name, state in self.generators.items()),
         ]
 
@@ -121,6 +163,8 @@ class Restore:
             optimizer_state.set_hyperparameters(self.optimizer, header.optimizer["groups"])
         if "progress" in self.parts:
             for name, each in self.state.stateful.items():
+                if name not in header.stateful:
+                    continue
                 self.attempted.append(name)
                 try:
                     each.load_state_dict(header.stateful[name])
@@ -135,10 +179,10 @@ class Restore:
         header = self.manifest.header
         self.targets.fill_held()
         if self.optimizer is not None and header.optimizer is not None:
-            optimizer_state.attach(self.optimizer, self.parameters, self.new_entries, header.optimizer["scalars"])
+            optimizer_state.attach(self.optimizer, self.parameters, self.new_entries, self._scalars())
         if "progress" in self.parts:
             self.state.step, self.state.num_tokens = header.step, header.num_tokens
-        if "rng" in self.parts:
+        if self.generators:
             # Last, so that nothing above can draw from them.
             random_state.restore(self.generators, self.ranks.rank, self.ranks.size, header.world_size)
 
@@ -153,12 +197,12 @@ class Restore:
 
     def _wanted_tensors(self) -> dict[str, _Like]:
         model = model_tensors(self.parameters) if "model" in self.parts else {}
-        held = {**model, **self.current.tensors}
+        held = {name: each for name, each in {**model, **self.current.tensors}.items() if self.selection.takes(name)}
         shapes = self._canonical(held)
         wanted = {name: _Like(tuple(shapes.shape(name)), tensor.dtype) for name, tensor in held.items()}
         for name in self._adopted():
             fqn, _ = optimizer_state.split_name(name)
-            stored, of = self.manifest.tensors[name], self.manifest.tensors.get(f"{MODEL_PREFIX}{fqn}")
+            stored, of = self.stored[name], self.manifest.tensors.get(f"{MODEL_PREFIX}{fqn}")
             # What had the shape of its parameter when saved must have it now.
             like_parameter = of is not None and of.shape == stored.shape
             shape = self._whole_shape(fqn) if like_parameter else stored.shape
@@ -175,9 +219,10 @@ class Restore:
         """Saved entries that the optimizer can take but does not have yet."""
         return [
             name
-            for name in self.manifest.tensors
+            for name in self.stored
             if name.startswith(optimizer_state.PREFIX)
             and name not in self.current.tensors
+            and name not in self.unfit
             and optimizer_state.split_name(name)[0] in self._optimized()
         ]
 
@@ -204,15 +249,27 @@ class Restore:
                 differences.optimizer.append("the checkpoint has no optimizer, the state to load has one")
             return
         differences.optimizer.extend(optimizer_fit.optimizer_differences(saved, self.current))
-        scalars = _mapping(saved.get("scalars"))
-        optimized = self._optimized()
-        differences.missing.extend(name for name in self.current.scalars if name not in scalars)
+        scalars, optimized = self._scalars(), self._optimized()
+        needed = [name for name in self.current.scalars if self.selection.takes(name)]
+        differences.missing.extend(name for name in needed if name not in scalars)
         differences.unexpected.extend(name for name in scalars if optimizer_state.split_name(name)[0] not in optimized)
-        names = [*(name for name in self.manifest.tensors if name.startswith(optimizer_state.PREFIX)), *scalars]
+        names = [*(name for name in self.stored if name.startswith(optimizer_state.PREFIX)), *scalars]
         num_dims = {fqn: len(self._whole_shape(fqn)) for fqn in self.parameters}
         missing, unexpected = optimizer_fit.uneven_entries(names, self.current.groups, num_dims)
         differences.missing.extend(sorted(set(missing) - set(differences.missing)))
         differences.unexpected.extend(sorted(set(unexpected) - set(differences.unexpected)))
+
+    def _scalars(self) -> dict[str, Any]:
+        """The saved state of the optimizer that is no tensor, as far as it is to be filled, by the state's names."""
+        saved = self.manifest.header.optimizer
+        scalars = _mapping(None if saved is None else saved.get("scalars"))
+        return self.selection.stored(scalars)
+
+    def _fills(self, name: str) -> bool:
+        return self.selection.takes(name) and name not in self.unfit
+
+    def _casts(self, stored: torch.dtype, needed: torch.dtype) -> bool:
+        return self.options.cast and stored.is_floating_point and needed.is_floating_point
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -3,16 +3,19 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from checkpoint import files, steps, writer
+from checkpoint.differences import Differences
 from checkpoint.manifest import MANIFEST_NAME, Manifest
 from checkpoint.ranks import Ranks
 from checkpoint.reader import ShardReader
-from checkpoint.restore import PARTS, Part, Restore
+from checkpoint.restore import PARTS, LoadOptions, Part, Restore
 from checkpoint.retention import Retention
+from checkpoint.selection import Keys
 from checkpoint.state import TrainState, flatten
 from checkpoint.writer import SavePlan
 
@@ -75,7 +78,28 @@ def commit(folder: Path, planned: SavePlan, retention: Retention | None, ranks: 
     return written
 
 
-def load(path: str | os.PathLike[str], state: TrainState, *, parts: Sequence[Part] = PARTS) -> Manifest:
+@dataclass(frozen=True)
+class Loaded:
+    """What a load took.
+
+    Attributes:
+        manifest: The checkpoint's table of contents: the recipe and the layout that it was saved with, and so on.
+        differences: What did not fit and was left as it was; nothing unless the load was not strict.
+    """
+
+    manifest: Manifest
+    differences: Differences
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: TrainState,
+    *,
+    parts: Sequence[Part] = PARTS,
+    keys: Keys = None,
+    strict: bool = True,
+    cast: bool = False,
+) -> Loaded:
     """Fills a training state in place, whatever mesh wrote the checkpoint; all ranks call this together.
 
     Nothing of the state is changed unless all of the checkpoint fits it; only a file that turns out to be unreadable
@@ -87,9 +111,14 @@ def load(path: str | os.PathLike[str], state: TrainState, *, parts: Sequence[Par
             to be damaged, with a warning the one before it.
         state: What to fill; its recipe is left alone.
         parts: Parts to fill: `model`, `optimizer`, `progress` (step, num_tokens and all that is stateful), `rng`.
+        keys: Tensors of the parts to fill: patterns of names such as `model.blocks.0.*`, or a mapping of names in the
+            state to names in the checkpoint. None: all.
+        strict: Whether all of it must fit; otherwise what does not fit is left as it is, except that an optimizer is
+            loaded whole or not at all.
+        cast: Whether floating-point values are converted where the state has another dtype.
 
     Returns:
-        The checkpoint's table of contents: the recipe and the layout that it was saved with, and so on.
+        The checkpoint's table of contents, and what did not fit.
 
     Raises:
         ValueError: If there is no complete checkpoint, or it does not fit the state: every entry that is missing,
@@ -97,14 +126,12 @@ def load(path: str | os.PathLike[str], state: TrainState, *, parts: Sequence[Par
             something stateful refuses its saved state, on any rank.
         OSError: If a file cannot be read.
     """
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown:
-        raise ValueError(f"unknown parts {unknown}; legal: {', '.join(PARTS)}")
+    options = LoadOptions(parts=parts, keys=keys, strict=strict, cast=cast)
     ranks, candidates, damage = Ranks(), _candidates(Path(path)), None
     while True:
         found, text = ranks.on_coordinator(f"load {path}", partial(_next, Path(path), candidates, damage))
         try:
-            return _load(found, text, state, parts, ranks)
+            return _load(found, text, state, options, ranks)
         except DamagedError as error:
             if found == Path(path):
                 raise
@@ -116,7 +143,7 @@ class DamagedError(ValueError):
     """A checkpoint is not what was saved."""
 
 
-def _load(found: Path, text: bytes, state: TrainState, parts: Sequence[Part], ranks: Ranks) -> Manifest:
+def _load(found: Path, text: bytes, state: TrainState, options: LoadOptions, ranks: Ranks) -> Loaded:
     where = f"load {found}"
 
     def undamaged(action: Callable[[], T]) -> T:
@@ -126,7 +153,8 @@ def _load(found: Path, text: bytes, state: TrainState, parts: Sequence[Part], ra
             raise DamagedError(str(error)) from error
 
     manifest = undamaged(lambda: Manifest.from_text(text, str(found / MANIFEST_NAME)))
-    restore = ranks.together(where, lambda: _checked(found, Restore(state, manifest, ranks, parts)))
+    restore = ranks.together(where, lambda: Restore(state, manifest, ranks, options))
+    differences = ranks.together(where, lambda: _checked(found, restore))
     reads = undamaged(lambda: ShardReader(found, manifest).prepare(restore.slices()))
     try:
         ranks.together(where, restore.begin)
@@ -135,7 +163,7 @@ def _load(found: Path, text: bytes, state: TrainState, parts: Sequence[Part], ra
     except BaseException as error:
         restore.undo(error)
         raise
-    return manifest
+    return Loaded(manifest, differences)
 
 
 def _candidates(path: Path) -> Iterator[Path]:
@@ -159,8 +187,9 @@ def _next(path: Path, candidates: Iterator[Path], damage: ValueError | None) -> 
     return found, files.read_text(found)
 
 
-def _checked(path: Path, restore: Restore) -> Restore:
-    differences = restore.check().describe()
-    if differences:
-        raise ValueError(f"{path} does not fit the state to load; nothing was changed\n{differences}")
-    return restore
+def _checked(path: Path, restore: Restore) -> Differences:
+    differences = restore.check()
+    refused = differences if restore.options.strict else differences.of_optimizer()
+    if refused.describe():
+        raise ValueError(f"{path} does not fit the state to load; nothing was changed\n{refused.describe()}")
+    return differences

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpoint import files, filesystem, shard_file, strict_json
-from checkpoint.layout import layout_of, local_box, part_of_job, stacked
+from checkpoint.layout import Layout, layout_of, local_box, part_of_job, stacked
 from checkpoint.manifest import BLOCK_BYTES, Header, Manifest, StoredFile, file_name
 from checkpoint.owners import Owners, StoredTensor
 from checkpoint.ranks import Ranks
@@ -122,13 +122,17 @@ def seal(folder: Path, saved: SavePlan, written: Mapping[str, StoredFile], ranks
 
 
 def _describe(flat: FlatState, world_size: int) -> dict[str, StoredTensor]:
-    described = {}
+    described: dict[str, StoredTensor] = {}
+    # Most tensors share one of a few layouts, and asking a mesh for its ranks takes longer than all else here.
+    layouts: dict[object, Layout] = {}
     for name, tensor in flat.tensors.items():
-        try:
-            layout = layout_of(tensor, world_size)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-        described[name] = StoredTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), layout=layout)
+        placed = (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else None
+        if placed not in layouts:
+            try:
+                layouts[placed] = layout_of(tensor, world_size)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+        described[name] = StoredTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), layout=layouts[placed])
     for name, row in flat.per_rank.items():
         shape = (world_size, *row.shape)
         described[name] = StoredTensor(dtype=row.dtype, shape=shape, layout=stacked(world_size))

@@ -1,6 +1,5 @@
 """A checkpoint of another optimizer is refused, and changes nothing."""
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from torch.optim import SGD, Adafactor, Adam, AdamW, RMSprop
 
 from checkpoint import TrainState, load, save
-from tests.checkpoint import states
+from tests.checkpoint import folders, states
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(SGD, momentum=0.9),
@@ -79,10 +78,7 @@ def test_numbers_of_the_same_optimizer_are_taken_over(tmp_path: Path) -> None:
 
 def rewrite(path: Path, change: Callable[[Any], Any]) -> Path:
     """Changes the optimizer in a manifest."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    change(manifest["header"]["optimizer"])
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    return path
+    return folders.rewrite(path, lambda manifest: change(manifest["header"]["optimizer"]))
 
 
 @pytest.mark.parametrize(
@@ -132,11 +128,13 @@ def test_state_that_one_parameter_has_otherwise_than_its_like_is_refused(
     tmp_path: Path, entry: str, renamed: str | None, heading: str, stepped: bool
 ) -> None:
     path = save(tmp_path, state_with("AdamW", stepped=True))
-    manifest = json.loads((path / "manifest.json").read_text())
-    tensor = manifest["tensors"].pop(f"optimizer.up.weight.{entry}")
-    if renamed is not None:
-        manifest["tensors"][f"optimizer.up.weight.{renamed}"] = tensor
-    (path / "manifest.json").write_text(json.dumps(manifest))
+
+    def rename(manifest: Any) -> None:
+        tensor = manifest["tensors"].pop(f"optimizer.up.weight.{entry}")
+        if renamed is not None:
+            manifest["tensors"][f"optimizer.up.weight.{renamed}"] = tensor
+
+    folders.rewrite(path, rename)
     assert_refused(path, state_with("AdamW", stepped), heading)
 
 

@@ -144,7 +144,7 @@ def test_what_is_no_plain_file_is_refused(good: Path, tmp_path: Path, name: str,
         os.mkfifo(path / name)
     else:
         (path / name).mkdir()
-    with pytest.raises(ValueError, match="is not a plain file|holds no manifest"):
+    with pytest.raises(ValueError, match=r"is not a plain file|holds no manifest"):
         load(path, states.new_state())
 
 
