@@ -29,7 +29,7 @@ class Backend(Protocol):
     wraps_before_materialize: bool
     default_reduce_gradients: ReduceGradients
 
-    def check(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> None:
+    def check(self, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> None:
         """Refuses what this backend cannot do with a model or on a device, before anything is changed.
 
         Raises:

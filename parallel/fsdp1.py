@@ -2,56 +2,22 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
-# Private: the placement that `fully_shard` gives rows which tensor parallelism has split before.
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 from torch.optim import Optimizer
 
 from parallel.backend import Backend, OptimizerFactory
 from parallel.config import ParallelConfig, ReduceGradients
+from parallel.flat_layout import FlatLayout
 from parallel.flat_ranges import FlatRanges
 from parallel.flat_unit import FlatUnit, wrap_units
-from parallel.gradients import sharded_views
 from parallel.local_step import OwnShards, step_on_local_shards
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan
-from parallel.replicas import local_part
 from parallel.units import choose_units
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a rank holds of one parameter.
-
-    Attributes:
-        shape: Shape of the whole parameter.
-        part_shape: Shape of this rank's tensor-parallel part.
-        tensor_parallel: How tensor parallelism has split it; None if not at all.
-        views: Views of the mesh along which the parameter is split.
-        ranges: Who holds what of the tensor-parallel part; None if every rank holds all of it.
-    """
-
-    shape: torch.Size
-    part_shape: torch.Size
-    tensor_parallel: Placement | None
-    views: frozenset[str]
-    ranges: FlatRanges | None = None
-
-    @classmethod
-    def of(cls, parameter: Tensor) -> "Held":
-        """What a rank holds before the parameter is flattened."""
-        return cls(
-            shape=parameter.shape,
-            part_shape=local_part(parameter).shape,
-            tensor_parallel=parameter.placements[0] if isinstance(parameter, DTensor) else None,
-            views=sharded_views(parameter),
-        )
 
 
 class Fsdp1(Backend):
@@ -73,11 +39,11 @@ class Fsdp1(Backend):
     def __init__(self) -> None:
         """Knows no model yet."""
         self._units: list[FlatUnit] = []
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, FlatLayout] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._views: dict[Tensor, frozenset[str]] = {}
 
-    def check(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> None:
+    def check(self, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> None:
         """Refuses offloading on the CPU, and what FSDP1 gets wrong without an error."""
         if config.sharding.cpu_offload and mesh.device.type == "cpu":
             raise ValueError(
@@ -90,28 +56,34 @@ class Fsdp1(Backend):
                 f"{config.dp_shard}, strategy={config.resolved_strategy!r}) it makes those that tp splits anew in each "
                 "step, and an optimizer would update nothing; use data_parallel='fsdp2'"
             )
-        if mesh.degree("fsdp") == 1 and mesh.degree("dp_replicate") > 1:
-            if config.reduce_gradients == "every_micro_batch":
-                raise ValueError(
-                    f"fsdp1 holds whole gradients here (dp_shard={config.dp_shard}) and would sum again what it has "
-                    "summed before; use reduce_gradients='last', or leave it out"
-                )
-            self.default_reduce_gradients = "last"
+        if config.reduce_gradients == "every_micro_batch" and _sums_once(mesh, config):
+            raise ValueError(
+                "fsdp1 can sum gradients over ranks only once a step where it holds them whole (dp_shard="
+                f"{config.dp_shard}), as it would sum again what it has summed before, or offloads them (cpu_offload="
+                f"{config.sharding.cpu_offload}), as it would forget them; use reduce_gradients='last', or leave it out"
+            )
+        if config.tp > 1 and (config.reduce_gradients == "last" or config.sharding.cpu_offload):
+            raise ValueError(
+                f"fsdp1 with tp={config.tp} has no place for whole gradients that wait for the last micro-batch, as "
+                f"with reduce_gradients={config.reduce_gradients!r} or cpu_offload={config.sharding.cpu_offload}; "
+                "leave both out, or use data_parallel='fsdp2'"
+            )
         if config.tp > 1 and plan.tied:
             raise ValueError(f"fsdp1 with tp={config.tp} would untie {plan.tied}; use data_parallel='fsdp2', or tp=1")
 
     def wrap(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> nn.Module:
         """Flattens and shards each unit over the fsdp view, or over dp_replicate x fsdp for the hybrids."""
         self._mesh, view, strategy = mesh, mesh["fsdp"], config.resolved_strategy
-        self._canonical_mesh = mesh.hybrid if config.tp == 1 else mesh.parameters["dp_replicate", "fsdp", "tp"]
         if mesh.degree("fsdp") == 1:
             # Also a hybrid: FSDP1 would take its groups of one rank for all there is, and never sum over replicas.
             view, strategy = mesh["dp_replicate"], "no_shard"
         elif config.is_hybrid:
             # FSDP1's own groups follow the number of GPUs of a node, which is none on CPUs: replicas would drift apart.
             view = mesh.hybrid
+        if _sums_once(mesh, config):
+            self.default_reduce_gradients = "last"
         trainable = {fqn: parameter.requires_grad for fqn, parameter in model.named_parameters()}
-        held = {fqn: Held.of(parameter) for fqn, parameter in model.named_parameters()}
+        held = {fqn: FlatLayout.before(parameter) for fqn, parameter in model.named_parameters()}
         self._units = wrap_units(
             model,
             view,
@@ -175,31 +147,14 @@ class Fsdp1(Backend):
         return self._held[fqn].shape if self._held else parameter.shape
 
     def to_canonical(self, fqn: str, held: Tensor) -> Tensor:
-        """A DTensor split by rows as `fully_shard` splits it, in memory of its own."""
-        layout = self._held[fqn]
-        if layout.ranges is None:
-            return held
-        rows: Placement = Shard(0)
-        if layout.tensor_parallel is not None and layout.tensor_parallel.is_shard(0):
-            rows = _StridedShard(0, split_factor=self._mesh.degree("tp"))
-        placements = [Replicate(), rows, layout.tensor_parallel or Replicate()]
-        return DTensor.from_local(
-            layout.ranges.to_rows(held.detach(), self._mesh.group("fsdp")),
-            self._canonical_mesh,
-            placements[: self._canonical_mesh.ndim],
-            run_check=False,
-            shape=layout.shape,
-            stride=torch.empty(layout.shape, device="meta").stride(),
-        )
+        """A DTensor split by rows, in memory of its own, but under no_shard the parameter itself."""
+        return self._held[fqn].to_rows(held, self._mesh)
 
-    @torch.no_grad()
     def from_canonical(self, fqn: str, canonical: Tensor, held: Tensor) -> None:
         """Fills this rank's range from its rows and those of others."""
-        ranges = self._held[fqn].ranges
-        if ranges is not None and isinstance(canonical, DTensor):
-            held.copy_(ranges.to_flat(canonical.to_local(), self._mesh.group("fsdp")))
+        self._held[fqn].fill(held, canonical, self._mesh)
 
-    def _with_ranges(self, held: dict[str, Held]) -> dict[str, Held]:
+    def _with_ranges(self, held: dict[str, FlatLayout]) -> dict[str, FlatLayout]:
         """Asks the other ranks how much of each parameter they hold: ranges lie in the order of ranks."""
         group = self._mesh.group("fsdp")
         mine = torch.tensor([parameter.numel() for parameter in self._parameters.values()], device=self._mesh.device)
@@ -235,3 +190,9 @@ class Fsdp1(Backend):
         """Frees what no backward will free; the next forward would use those values though a step has changed them."""
         if not torch.is_grad_enabled():
             self.reshard(model)
+
+
+def _sums_once(mesh: Mesh, config: ParallelConfig) -> bool:
+    """Whether gradients that have been summed over ranks must not meet those of another micro-batch."""
+    holds_whole = mesh.degree("fsdp") == 1 and mesh.degree("dp_replicate") > 1
+    return holds_whole or config.sharding.cpu_offload

@@ -59,7 +59,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
     check_layout(resolved, plan.shape)
     plan.check(model)
     backend = BACKENDS[resolved.data_parallel]()
-    backend.check(model, mesh, resolved, plan)
+    backend.check(mesh, resolved, plan)
     _check_blocks(model, mesh, resolved, plan)
     if resolved.tp > 1 and resolved.sequence_parallel:
         check_styles(model, plan.tensor_parallel)

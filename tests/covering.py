@@ -15,13 +15,13 @@ def pairs(row: Row) -> set[Pair]:
 
 def all_pairs(factors: Sequence[Sequence[str]], is_meaningful: Callable[[Row], bool]) -> set[Pair]:
     """Every pair that some meaningful row holds."""
-    return set().union(*(pairs(row) for row in product(*factors) if is_meaningful(row)))
+    return _pairs_of_any(list(filter(is_meaningful, product(*factors))))
 
 
 def covering_rows(factors: Sequence[Sequence[str]], is_meaningful: Callable[[Row], bool], seed: int = 0) -> list[Row]:
     """Rows that hold every possible pair, chosen greedily; the same ones on every machine."""
-    possible = [row for row in product(*factors) if is_meaningful(row)]
-    left = all_pairs(factors, is_meaningful)
+    possible = list(filter(is_meaningful, product(*factors)))
+    left = _pairs_of_any(possible)
     draw = random.Random(seed)
     rows: list[Row] = []
     while left:
@@ -33,3 +33,13 @@ def covering_rows(factors: Sequence[Sequence[str]], is_meaningful: Callable[[Row
         rows.append(best)
         left -= pairs(best)
     return sorted(rows, key=lambda row: [list(names).index(name) for names, name in zip(factors, row, strict=True)])
+
+
+def _pairs_of_any(rows: Sequence[Row]) -> set[Pair]:
+    # Factor by factor: a set of pairs for each row would take seconds.
+    columns = enumerate(zip(*rows, strict=True))
+    return {
+        ((one, choice), (other, with_choice))
+        for (one, choices), (other, with_choices) in combinations(columns, 2)
+        for choice, with_choice in set(zip(choices, with_choices, strict=True))
+    }

@@ -86,4 +86,5 @@ def all_live_bytes(device: torch.device) -> int:
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
     # A gradient that only autograd holds has no Python object of its own.
     tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
-    return storage_bytes(each for each in tensors if not each.is_meta and each.device.type == device.type)
+    # By where its storage lies: fake tensors, which a compiler leaves behind, have one on meta.
+    return storage_bytes(each for each in tensors if local_part(each).untyped_storage().device.type == device.type)

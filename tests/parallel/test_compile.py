@@ -72,7 +72,7 @@ def one_process() -> Run:
 
 def worst_difference(run: Run) -> float:
     reference = one_process()
-    losses = difference(torch.tensor(run.losses), torch.tensor(reference.losses))
+    losses = difference(run.losses, reference.losses)
     return max(losses, *(difference(run.parameters[fqn], reference.parameters[fqn]) for fqn in reference.parameters))
 
 

@@ -27,6 +27,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1-3": (3, {"data_parallel": "zero1"}),
     "hybrid_shard-2x2": (4, {"strategy": "hybrid_shard", "dp_replicate": 2}),
     "hybrid_shard_zero2-2x2": (4, {"strategy": "hybrid_shard_zero2", "dp_replicate": 2}),
+    "fsdp1 full_shard-2": (2, {"data_parallel": "fsdp1"}),
+    "fsdp1 full_shard-3": (3, {"data_parallel": "fsdp1"}),
+    "fsdp1 shard_grad_op-2": (2, {"data_parallel": "fsdp1", "strategy": "shard_grad_op"}),
+    "fsdp1 no_shard-2": (2, {"data_parallel": "fsdp1", "strategy": "no_shard"}),
+    "fsdp1 hybrid_shard-2x2": (4, {"data_parallel": "fsdp1", "strategy": "hybrid_shard", "dp_replicate": 2}),
+    "fsdp1 hybrid_shard_zero2-2x2": (
+        4,
+        {"data_parallel": "fsdp1", "strategy": "hybrid_shard_zero2", "dp_replicate": 2},
+    ),
+    "fsdp1 full_shard-2 x tp-2": (4, {"data_parallel": "fsdp1", "tp": 2}),
     "tp-2": (2, {"tp": 2}),
     "tp-4": (4, {"tp": 4}),
     "full_shard-2 x tp-2": (4, {"tp": 2}),
@@ -47,6 +57,10 @@ SPLITS: dict[str, dict[str, Any]] = {
 SHARDING: dict[str, Sharding] = {
     "by block": Sharding(),
     "by size, prefetched": Sharding(units="size", unit_min_parameters=5000, forward_prefetch=2, backward_prefetch=2),
+    "by size, prefetched by one": Sharding(
+        units="size", unit_min_parameters=5000, forward_prefetch=1, backward_prefetch=1, limit_all_gathers=False
+    ),
+    "whole": Sharding(units="model"),
     "whole and offloaded": Sharding(units="model", cpu_offload=True),
     "last unit kept": Sharding(keep_last_unit=True),
     "regrouped": Sharding(reshard_group=2),
@@ -75,7 +89,9 @@ FROZEN: dict[str, tuple[str, ...]] = {
 }
 # Compiled code for the arithmetic itself is in test_compile: here the graphs run as they are, which takes seconds less.
 COMPILE: dict[str, bool] = {"not compiled": False, "compiled": True}
-COMPILED_LAYOUTS = ("full_shard-2", "tp-2", "full_shard-2 x tp-2", "ddp-2")
+COMPILED_LAYOUTS = ("full_shard-2", "tp-2", "full_shard-2 x tp-2", "ddp-2", "fsdp1 full_shard-2")
+ONLY_FSDP2 = ("by size, prefetched", "whole and offloaded", "regrouped")
+ONLY_FSDP1 = ("by size, prefetched by one", "whole")
 
 
 class Case(NamedTuple):
@@ -108,10 +124,18 @@ def is_meaningful(row: Row) -> bool:
         case.sharding != "by block" or case.accumulation == "three, reduced each"
     ):
         return False  # nothing is sharded, and gradients are whole anyway
+    is_fsdp1 = case.layout.startswith("fsdp1")
+    if case.sharding in (ONLY_FSDP2 if is_fsdp1 else ONLY_FSDP1):
+        return False  # refused, or a way that the other generation has another row for
+    if is_fsdp1 and (
+        ("tp" in case.layout and (case.model == "tied" or case.accumulation == "three, reduced last"))
+        or ("no_shard" in case.layout and case.accumulation == "three, reduced each")
+    ):
+        return False
     is_compiled = COMPILE[case.compiled]
     if is_compiled and case.layout not in COMPILED_LAYOUTS:
         return False
-    if case.sharding == "by size, prefetched" and (is_compiled or case.checkpointing == "some ops recomputed"):
+    if case.sharding.startswith("by size") and (is_compiled or case.checkpointing == "some ops recomputed"):
         return False  # units within blocks
     return case.sharding != "regrouped" or case.layout == "full_shard-4"
 
