@@ -18,7 +18,7 @@ from recipes.compare.layouts import Layout, default_layouts, read_layout, sweep_
 from recipes.compare.measure import MIN_STEPS, measure
 from recipes.compare.report import write_report
 from recipes.compare.rows import Row
-from recipes.compare.tables import Words, summary
+from recipes.compare.tables import notes, summary
 from recipes.data import load_dataset
 from recipes.launchers import join_launcher
 from recipes.messages import USER_ERROR, one_message
@@ -120,11 +120,14 @@ def _import_for_ranks() -> None:
     import torch.distributed.tensor.parallel  # noqa: F401
 
 
-def _print_table(console: Console, words: Words) -> None:
+def _print_summary(console: Console, rows: list[Row]) -> None:
+    words = summary(rows)
     table = Table(*words.columns, title=words.title, title_justify="left")
     for row in words.rows:
         table.add_row(*row)
     console.print(table)
+    for note in notes(rows):
+        console.print(note, soft_wrap=True)
 
 
 def _exit_code(rows: list[Row]) -> int:
@@ -151,7 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
         console = Console(highlight=False)
         console = console if console.is_terminal else Console(highlight=False, width=200)
         rows = compare(command, console)
-        _print_table(console, summary(rows))
+        _print_summary(console, rows)
         folder = Path(command.folder)
         write_report(rows, folder, command=" ".join(["python -m recipes.compare", *words]), knob=command.sweep)
         console.print(f"wrote {folder / 'report.md'} and report.json", soft_wrap=True)

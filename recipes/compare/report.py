@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from recipes.compare.rows import Row
-from recipes.compare.tables import Words, forms_table, memory_table, summary, terms_table, traffic_table
+from recipes.compare.tables import Words, forms_table, memory_table, notes, summary, terms_table, traffic_table
 
 
 def write_report(rows: Sequence[Row], folder: Path, *, command: str, knob: str | None) -> None:
@@ -43,7 +43,7 @@ def _markdown(rows: Sequence[Row], pictures: dict[str, str], command: str) -> st
         "Payloads are counted in a real step and turned into bytes on the wire by the model of a ring; bytes held are "
         "those of live tensors. Predictions were made before the step; a residual other than 0 is a fault.",
         _table(summary(rows)),
-        *(_notes(rows)),
+        "\n".join(f"- {each}" for each in notes(rows)),
         *(_picture(name, pictures) for name in ("sweep", "memory", "traffic")),
         _table(forms_table(rows)),
         _table(traffic_table(rows)),
@@ -55,10 +55,6 @@ def _markdown(rows: Sequence[Row], pictures: dict[str, str], command: str) -> st
         *(_table(terms_table(row)) for row in rows if row.report is not None and row.report.ranks[0].predicted),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _notes(rows: Sequence[Row]) -> list[str]:
-    return [f"- {row.layout.name}: {warning}" for row in rows for warning in row.outcome.warnings]
 
 
 def _picture(name: str, pictures: dict[str, str]) -> str:

@@ -56,21 +56,36 @@ def summary(rows: Sequence[Row]) -> Words:
 def _summary_row(row: Row, reference: Row, num_columns: int) -> tuple[str, ...]:
     report = row.report
     if report is None:
-        return (row.layout.name, f"failed: {row.outcome.failure}", *[""] * (num_columns - 2))
+        return (row.layout.name, "failed", *[""] * (num_columns - 2))
     difference = row.loss_difference(reference)
     rank = report.ranks[0]
     return (
         row.layout.name,
         f"{report.losses[-1]:.4f}",
         "-" if difference is None else f"{difference:.1e}",
-        format_bytes(round(row.wire_bytes())),
-        *(format_bytes(held_bytes(getattr(rank.states, moment))) for moment in MOMENTS),
+        _kilobytes(row.wire_bytes()),
+        *(_kilobytes(held_bytes(getattr(rank.states, moment))) for moment in MOMENTS),
         f"{row.residual_bytes()} B",
         f"{step_time_s(report) * 1e3:.0f}",
         f"{report.num_tokens / step_time_s(report):,.0f}",
         f"{rank.timeline.waiting_share:.0%}",
         format_bytes(max(each.peak_bytes for each in report.ranks)),
     )
+
+
+def _kilobytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e3:,.1f} kB"
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Why layouts failed, and what they warned of.
+
+    Args:
+        rows: The comparison.
+    """
+    said = [(row.layout.name, each) for row in rows for each in row.outcome.warnings]
+    failed = [(row.layout.name, f"failed: {row.outcome.failure}") for row in rows if row.outcome.failure is not None]
+    return [f"{name}: {each}" for name, each in [*failed, *said]]
 
 
 def traffic_table(rows: Sequence[Row]) -> Words:
@@ -112,10 +127,10 @@ def forms_table(rows: Sequence[Row]) -> Words:
         form, sent = report.traffic_form, row.wire_bytes()
         loopback = "-" if report.loopback_bytes is None else f"{report.loopback_bytes / len(report.ranks):,.0f}"
         lines.append((row.layout.name, form.text, f"{form.num_bytes:,.0f}", f"{sent:,.0f}", loopback))
-        if TRAITS[row.layout.config.data_parallel].one_process and row.layout.config.data_parallel == "dp":
+        if TRAITS[row.layout.config.data_parallel].gathers_centrally:
             for ranks in DEFAULT_RANKS:
                 size = central_gather_bytes(report.num_parameters * 4, ranks)
-                lines.append((f"dp on {ranks} GPUs, theory", "2(N-1)4P at rank 0", f"{size:,}", "-", "-"))
+                lines.append((f"{row.layout.name} on {ranks} GPUs", "8P(N-1) at the first one", f"{size:,}", "-", "-"))
     columns = ("layout", "textbook", "gives", "ring, predicted and counted", "loopback of the system, a rank")
     return Words(title="traffic beside the closed forms, bytes a step", columns=columns, rows=tuple(lines))
 
