@@ -90,7 +90,11 @@ def _learning_rate(recipe: Recipe) -> str:
 
 
 def _data(recipe: Recipe, text: TextData) -> str:
-    held_out = "nothing held out" if text.held_out is None else f"{_count(text.held_out.num_tokens)} held out"
+    held_out = "nothing held out"
+    if text.held_out is not None:
+        # Of few files another share than was asked for.
+        share = text.held_out.num_tokens / (text.train.num_tokens + text.held_out.num_tokens)
+        held_out = f"{_count(text.held_out.num_tokens)} held out ({100 * share:.2g} %)"
     # The last step of an epoch is shorter, never filled from the next.
     epochs = recipe.training.steps / -(-text.train.num_samples // recipe.training.global_batch)
     return f"{recipe.data.source}: {_count(text.train.num_tokens)} tokens, {held_out}; {epochs:.2g} epochs"

@@ -330,7 +330,7 @@ def test_a_run_prints_a_table_of_what_it_resolved_to(recipe_file: str, tmp_path:
         "MFU of 0.001 TFLOP/s a device, by full_attention: 0.000155 GFLOPs a token",
         # Half of that peak in the first of two steps of warm-up.
         "lr 2.50e-03",
-        "517 tokens, 74 held out",
+        "517 tokens, 74 held out (13 %)",
         "parallel.tp 1 -> 2",
         "training.stop_at None -> 1",
         "from scratch",
