@@ -44,7 +44,16 @@ _ONLY: dict[str, Any] = {
 """Fields of which one value is built."""
 
 _INERT = {
-    *("_name_or_path", "is_decoder", "is_llama_config", "transformers_version", "transformers.js_config", "use_cache"),
+    *(
+        "_name_or_path",
+        "_model_name_or_path",
+        "unk_token_id",
+        "is_decoder",
+        "is_llama_config",
+        "transformers_version",
+        "transformers.js_config",
+        "use_cache",
+    ),
     *("torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "problem_type"),
     *("output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "chunk_size_feed_forward"),
     "max_window_layers",
