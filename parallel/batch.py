@@ -14,7 +14,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch of one data-parallel rank; every rank of a tensor-parallel group holds the same one.
+    """One micro-batch of one data-parallel rank; ranks that split tensors or sequences between them hold the same one.
 
     Attributes:
         tokens: Token ids, int64 [B, S].

@@ -25,6 +25,12 @@ def check_axes(config: "ParallelConfig") -> None:
         raise ValueError(f"cp={config.cp} needs a cp_method; legal: {CONTEXT_PARALLEL_METHODS}")
     if config.cp == 1 and config.cp_method is not None:
         raise ValueError(f"cp_method={config.cp_method!r} needs cp > 1; cp is 1")
+    if config.cp > 1 and config.tp > 1 and config.dp_replicate > 1 and config.resolved_strategy == "no_shard":
+        # Their gradients are summed over dp_replicate x cp, which is no dim of the mesh that tp splits.
+        raise ValueError(
+            f"whole parameters on dp_replicate={config.dp_replicate} x cp={config.cp} do not compose with "
+            f"tp={config.tp}; use data_parallel='fsdp2' with strategy='hybrid_shard', or tp=1"
+        )
 
 
 def check_backend(config: "ParallelConfig") -> None:

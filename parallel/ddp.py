@@ -38,7 +38,7 @@ class Ddp(Backend):
         if mesh.degree("tp") > 1:
             apply_fsdp2(
                 model,
-                mesh["dp_replicate"],
+                mesh["loss"],
                 replicate=True,
                 units=plan.units,
                 reshard_after_forward=False,
@@ -50,14 +50,14 @@ class Ddp(Backend):
         wrapped = CheckedDdp(
             in_compute_dtype(model, config.precision.compute_dtype),
             dict(model.named_parameters()),
-            process_group=mesh.group("dp"),
+            process_group=mesh.group("loss"),
             forward_sync_buffers=False,
             bucket_cap_mb=options.bucket_cap_mb,
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
             gradient_as_bucket_view=True,
         )
-        wrapped.register_comm_hook((mesh.group("dp"), config.precision.reduce_dtype), _sum)
+        wrapped.register_comm_hook((mesh.group("loss"), config.precision.reduce_dtype), _sum)
         return wrapped
 
     def run_micro_batch(self, model: nn.Module, compute: Callable[[], None], *, reduce: bool) -> None:

@@ -27,11 +27,11 @@ class FullyShard(Backend):
     default_reduce_gradients: ReduceGradients = "every_micro_batch"
 
     def wrap(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> nn.Module:
-        """Shards over the fsdp view, or over dp_replicate x fsdp for the hybrids; no_shard replicates over dp."""
+        """Shards over the fsdp view, or over dp_replicate x fsdp for the hybrids; no_shard replicates over loss."""
         view = mesh.hybrid if config.is_hybrid else mesh["fsdp"]
         apply_fsdp2(
             model,
-            mesh["dp_replicate"] if config.resolved_strategy == "no_shard" else view,
+            mesh["loss"] if config.resolved_strategy == "no_shard" else view,
             replicate=config.resolved_strategy == "no_shard",
             units=choose_units(model, plan, config.sharding),
             reshard_after_forward=config.resolved_strategy in ("full_shard", "hybrid_shard"),

@@ -1,5 +1,6 @@
 """Holds a ParallelConfig against a world size, a model's shape and a batch, before anything is built."""
 
+import math
 from dataclasses import replace
 
 from parallel.activation_checkpoint import check_policy
@@ -96,12 +97,23 @@ def check_sequence_length(config: ParallelConfig, sequence_length: int, shape: M
             f"sequence_length={sequence_length}; nearest legal: {_neighbours(sequence_length, config.tp)}, "
             "or sequence_parallel=False"
         )
-    parts = config.cp * (2 if config.cp_method == "ring" else 1)
-    if config.cp > 1 and sequence_length % parts:
+    parts = sequence_multiple(config)
+    if sequence_length % parts:
+        within = f" and sequence_parallel over tp={config.tp}" if config.tp > 1 and config.sequence_parallel else ""
         raise ValueError(
-            f"cp={config.cp} with cp_method={config.cp_method!r} splits the sequence into {parts} parts, which must "
-            f"divide sequence_length={sequence_length}; nearest legal: {_neighbours(sequence_length, parts)}"
+            f"cp={config.cp} with cp_method={config.cp_method!r}{within} splits the sequence into {parts} parts, which "
+            f"must divide sequence_length={sequence_length}; nearest legal: {_neighbours(sequence_length, parts)}"
         )
+
+
+def sequence_multiple(config: ParallelConfig) -> int:
+    """What the length of a sequence must be a multiple of, so that its parts are as long on every rank.
+
+    Args:
+        config: The layout.
+    """
+    pieces = 2 if config.cp_method == "ring" else 1
+    return config.cp * math.lcm(pieces, config.tp if config.sequence_parallel else 1)
 
 
 def check_built(config: ParallelConfig) -> None:
@@ -110,11 +122,9 @@ def check_built(config: ParallelConfig) -> None:
     Raises:
         ValueError: If an axis is not built yet.
     """
-    asked = [f"{axis}={getattr(config, axis)}" for axis in ("pp", "cp", "ep") if getattr(config, axis) > 1]
+    asked = [f"{axis}={getattr(config, axis)}" for axis in ("pp", "ep") if getattr(config, axis) > 1]
     if asked:
-        raise ValueError(
-            f"not built yet: {', '.join(asked)}; today dp_replicate, dp_shard and tp work, with every data_parallel"
-        )
+        raise ValueError(f"not built yet: {', '.join(asked)}; today dp_replicate, dp_shard, cp and tp work")
 
 
 def _check_divides(axis: str, degree: int, name: str, count: int, shape: ModelShape) -> None:

@@ -9,6 +9,7 @@ from parallel.activation_checkpoint import apply_activation_checkpointing, keeps
 from parallel.backend import Backend
 from parallel.compile import apply_compile, check_compiler
 from parallel.config import ParallelConfig
+from parallel.context_parallel import apply_context_parallel, check_context_parallel
 from parallel.data_parallel import OneProcessManyDevices
 from parallel.ddp import Ddp
 from parallel.fsdp1 import Fsdp1
@@ -60,6 +61,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
     plan.check(model)
     backend = BACKENDS[resolved.data_parallel]()
     backend.check(mesh, resolved, plan)
+    check_context_parallel(resolved, plan, mesh.device)
     _check_blocks(model, mesh, resolved, plan)
     if resolved.tp > 1 and resolved.sequence_parallel:
         check_styles(model, plan.tensor_parallel)
@@ -77,6 +79,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
                 loss_parallel=resolved.loss_parallel,
             )
             tie(model, plan.tied)
+        if resolved.cp_method is not None:
+            apply_context_parallel(model, mesh["cp"], plan, resolved.cp_method)
         _apply_to_blocks(model, resolved, plan)
         return Trained(model, mesh, resolved, plan, backend)
 

@@ -89,6 +89,10 @@ class ParallelPlan:
         units: Sharding units besides the root, which takes what is left.
         blocks: Repeated layers in the order in which they run.
         tied: Groups of parameter fqns that are one parameter; the first is the canonical name.
+        attention_cores: Modules in which the tokens of a sequence meet, by fqn pattern, which context parallel
+            replaces; they are called as its `AttentionCore` says.
+        row_sums: Modules that context parallel replaces too: given sums over a row's tokens, which have no gradient,
+            they return those over the whole row.
     """
 
     shape: ModelShape
@@ -96,6 +100,8 @@ class ParallelPlan:
     units: tuple[Unit, ...] = ()
     blocks: tuple[Block, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
+    attention_cores: tuple[str, ...] = ()
+    row_sums: tuple[str, ...] = ()
 
     def check(self, model: nn.Module) -> None:
         """Holds every name of the plan against the model.
@@ -113,6 +119,9 @@ class ParallelPlan:
                 )
             if not matching(pattern, modules):
                 raise ValueError(f"tensor-parallel key {pattern!r} matches no module of {type(model).__name__}")
+        for pattern in self.attention_cores + self.row_sums:
+            if not matching(pattern, modules):
+                raise ValueError(f"the plan's {pattern!r} matches no module of {type(model).__name__}")
         in_units = [fqn for unit in self.units for fqn in unit.modules]
         for fqn in in_units + [block.fqn for block in self.blocks]:
             if fqn not in modules:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.batch import Batch
+from parallel.batch import IGNORE_INDEX, Batch
 from parallel.experts import forget_load, sum_load
 from parallel.mesh import Mesh
 from parallel.replicas import differ_between_ranks, hash_bits
@@ -74,9 +74,9 @@ def evaluate(trained: "Trained", micro_batches: Sequence[Batch]) -> StepResult:
 
 def _summed_loss(trained: "Trained", batch: Batch) -> Tensor:
     batch = batch.to(trained.mesh.device)
-    loss: Tensor = trained.model(
-        batch.tokens, positions=batch.positions, document_ids=batch.document_ids, labels=batch.labels
-    )
+    tokens, positions, labels = (trained.cut.part(each) for each in (batch.tokens, batch.positions, batch.labels))
+    # Of documents every rank needs those of the whole sequence, which its tokens look back on.
+    loss: Tensor = trained.model(tokens, positions=positions, document_ids=batch.document_ids, labels=labels)
     return loss
 
 
@@ -96,7 +96,8 @@ def _agree_on_tokens(
             raise ValueError("a step needs at least one micro-batch")
         for batch in micro_batches:
             trained.check_batch(batch)
-        tokens = sum(int(batch.num_valid_tokens) for batch in micro_batches)
+        # Ranks that share a sequence were given all of it, and each counts its own part.
+        tokens = sum(int((trained.cut.part(batch.labels) != IGNORE_INDEX).sum()) for batch in micro_batches)
     except Exception as error:
         problem = error
     peers_differ = _peers_differ(trained.mesh, [] if problem else micro_batches)
@@ -107,8 +108,14 @@ def _agree_on_tokens(
     if problem is not None:
         raise problem
     if num_refusals and peers_differ.item():
+        mesh, shared_by = trained.mesh, {"tp": "matrix", "cp": "sequence"}
+        split = [
+            f"the ranks {mesh.ranks(each)} split each {what}"
+            for each, what in shared_by.items()
+            if mesh.degree(each) > 1
+        ]
         raise ValueError(
-            f"the ranks {trained.mesh.ranks('tp')} split each matrix between them, so they need the same batches; "
+            f"{' and '.join(split)} between them, so they need the same batches; "
             "they were given different ones: choose data by mesh.coordinate('dp')"
         )
     if num_refusals:
@@ -124,14 +131,18 @@ def _agree_on_tokens(
 
 def _peers_differ(mesh: Mesh, micro_batches: Sequence[Batch]) -> Tensor:
     """Whether ranks that should hold the same micro-batches do not, a bool scalar."""
-    if mesh.degree("tp") == 1:
-        return torch.tensor(False, device=mesh.device)
+    peers = [view for view in ("cp", "tp") if mesh.degree(view) > 1]
+    differ = torch.tensor(False, device=mesh.device)
+    if not peers:
+        return differ
     digest = torch.tensor(len(micro_batches), device=mesh.device)
     for batch in micro_batches:
         for ids in (batch.tokens, batch.labels, batch.positions, batch.document_ids):
             part = 0 if ids is None else hash_bits(ids).to(mesh.device) + ids.shape[0]
             digest = digest * 0x5851F42D4C957F2D + part
-    return differ_between_ranks(digest, mesh.group("tp"))
+    for view in peers:
+        differ = differ | differ_between_ranks(digest, mesh.group(view))
+    return differ
 
 
 def _total(trained: "Trained", losses: list[Tensor], num_valid_tokens: int) -> StepResult:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -12,9 +13,10 @@ from parallel import experts, gradients, step
 from parallel.backend import Backend, OptimizerFactory
 from parallel.batch import IGNORE_INDEX, Batch
 from parallel.config import ParallelConfig
-from parallel.layout import check_sequence_length
+from parallel.layout import check_sequence_length, sequence_multiple
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan
+from parallel.sequence_cut import SequenceCut
 
 
 class Trained:
@@ -27,6 +29,7 @@ class Trained:
         config: The layout with every degree resolved.
         plan: What the model declared.
         backend: The data-parallel backend.
+        cut: Which part of each sequence the model is given on this rank.
         expert_load: Load of the experts in the last step, which the optimizer's step is to answer, int64 [L, E].
     """
 
@@ -45,6 +48,9 @@ class Trained:
             backend: The data-parallel backend.
         """
         self.source, self.mesh, self.config, self.plan, self.backend = source, mesh, config, plan, backend
+        self.cut = SequenceCut(
+            degree=mesh.degree("cp"), rank=mesh.coordinate("cp"), balanced=config.cp_method == "ring"
+        )
         self.model, self._wrapped = source, False
         has_values = not any(parameter.is_meta for parameter in source.parameters())
         if backend.wraps_before_materialize or has_values:
@@ -165,7 +171,7 @@ class Trained:
     def logits(self, tokens: Tensor, *, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         """Logits of the whole vocabulary, the same on every rank that was given the same tokens.
 
-        Every rank calls this together. Sequences are padded on the right where sequence parallel needs it.
+        Every rank calls this together. Sequences are padded on the right where their parts would not be as long.
 
         Args:
             tokens: Token ids, int64 [B, S].
@@ -176,12 +182,16 @@ class Trained:
             Logits [B, S, V].
         """
         length = tokens.shape[1]
-        multiple = self.config.tp if self.config.sequence_parallel else 1
-        missing = -length % multiple
-        inputs: dict[str, Tensor | None] = {"positions": positions, "document_ids": document_ids}
-        padded = {name: None if value is None else _pad(value, missing) for name, value in inputs.items()}
-        output = self.model(_pad(tokens, missing), **padded)
-        whole = output.full_tensor() if isinstance(output, DTensor) else output
+        missing = -length % sequence_multiple(self.config)
+        check_sequence_length(self.config, length + missing, self.plan.shape)
+        if positions is None:
+            positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+        # Of documents every rank needs those of the whole sequence, which its tokens look back on.
+        documents = None if document_ids is None else _pad(document_ids, missing)
+        tokens, positions = (self.cut.part(_pad(each, missing)) for each in (tokens, positions))
+        output = self.model(tokens, positions=positions, document_ids=documents)
+        own = output.full_tensor() if isinstance(output, DTensor) else output
+        whole = self.cut.join(_gathered(own, self.mesh))
         return whole[:, :length].to(self.config.precision.output_dtype or whole.dtype)
 
     def check_batch(self, batch: Batch) -> None:
@@ -205,3 +215,12 @@ class Trained:
 
 def _pad(ids: Tensor, amount: int) -> Tensor:
     return nn.functional.pad(ids, (0, amount)) if amount else ids
+
+
+def _gathered(own: Tensor, mesh: Mesh) -> list[Tensor]:
+    """What each of the ranks that share a sequence holds, in their order."""
+    if mesh.degree("cp") == 1:
+        return [own]
+    parts = [torch.empty_like(own) for _ in range(mesh.degree("cp"))]
+    dist.all_gather(parts, own.contiguous(), group=mesh.group("cp"))
+    return parts

@@ -24,7 +24,7 @@ class Zero1(Ddp):
 
     def prepare_optimizer(self, optimizer: Optimizer, mesh: Mesh) -> None:
         """Lets the optimizer step on this rank's rows, and then exchanges the rows."""
-        step_on_local_shards(optimizer, RowShards(mesh["dp_replicate"]))
+        step_on_local_shards(optimizer, RowShards(mesh["loss"]))
 
 
 class RowShards:

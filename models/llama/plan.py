@@ -42,4 +42,5 @@ def llama_plan(config: LlamaConfig) -> ParallelPlan:
         units=units,
         blocks=tuple(Block(fqn=fqn, cost=cost) for fqn in fqns),
         tied=(("embed.weight", "head.weight"),) if config.tied_embeddings else (),
+        attention_cores=("blocks.*.attention.core",),
     )

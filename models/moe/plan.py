@@ -28,4 +28,5 @@ def moe_plan(config: MoeConfig) -> ParallelPlan:
         feed_forward = f"blocks.{index}.feed_forward"
         styles |= {feed_forward: "gather_input", f"{feed_forward}.down_proj": "rowwise"}
         styles |= {f"{feed_forward}.{name}_proj": "colwise" for name in ("gate", "up")}
-    return replace(plan, blocks=blocks, tensor_parallel=styles)
+    row_sums = ("blocks.*.feed_forward.whole_rows",)
+    return replace(plan, blocks=blocks, tensor_parallel=styles, row_sums=row_sums)
