@@ -40,8 +40,11 @@ def test_a_second_run_in_the_same_folder_is_refused_on_every_rank(tmp_path: Path
     folder.mkdir()
     with (folder / LOCK_NAME).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("process 7 on elsewhere")
+        file.flush()
         for message in run_ranks(2, refusal, recipe):
             assert "another run is writing to" in message
+            assert "(process 7 on elsewhere)" in message
     assert sorted(each.name for each in folder.iterdir()) == [LOCK_NAME]
 
 
