@@ -94,7 +94,13 @@ def model_parts(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) ->
         model: The whole model as it is before `parallelize`, which may be on meta.
         config: The layout with every degree resolved.
         plan: What the model declares.
+
+    Raises:
+        ValueError: If the layout has an axis whose traffic the ledger does not know.
     """
+    unknown = [f"{axis}={getattr(config, axis)}" for axis in ("pp", "cp", "ep") if getattr(config, axis) > 1]
+    if unknown:
+        raise ValueError(f"the ledger knows dp_replicate, dp_shard and tp; it cannot predict {', '.join(unknown)} yet")
     flattens = TRAITS[config.data_parallel].flattens
     chosen = choose_units(model, plan, config.sharding)
     # A flattened unit is one module; what is in others is left to the unit around them.

@@ -63,13 +63,15 @@ def read_layout(text: str, base: ParallelConfig) -> Layout:
 
 
 def default_layouts(recipe: Recipe, max_ranks: int | None) -> list[Layout]:
-    """Every backend and strategy at 2 and at 4 ranks, and tensor parallelism with the two that shard and replicate.
+    """Every backend and strategy at 2 and at 4 ranks, and tensor parallelism with each backend that composes with it.
 
     Args:
         recipe: What they are to run; layouts that it cannot have are left out.
         max_ranks: Most ranks that the machine can run; None: any number.
     """
     texts = dict.fromkeys(text for ranks in DEFAULT_RANKS for text in _texts(ranks))
+    # Default buckets may hold the whole model, which hides that they are sent while backward runs.
+    texts[f"ddp:bucket_cap_mb={_mib(recipe) / 8:.2g}@2"] = None
     layouts: list[Layout] = []
     for text in texts:
         try:
@@ -111,8 +113,12 @@ def sweep_layouts(knob: str, recipe: Recipe) -> list[Layout]:
 
 
 def _bucket_sizes(recipe: Recipe) -> list[str]:
-    mib = recipe.model.num_parameters * 4 / 2**20
-    return [f"ddp:bucket_cap_mb={mib / share:.3g}@2" for share in (32, 16, 8, 4, 2, 0.5)]
+    return [f"ddp:bucket_cap_mb={_mib(recipe) / share:.3g}@2" for share in (32, 16, 8, 4, 2, 0.5)]
+
+
+def _mib(recipe: Recipe) -> float:
+    """Size of the gradients in float32."""
+    return recipe.model.num_parameters * 4 / 2**20
 
 
 def _unit_sizes(recipe: Recipe) -> list[str]:

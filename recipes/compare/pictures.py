@@ -11,6 +11,9 @@ from parallel.ledger.timeline import Timeline
 from recipes.compare.rows import HELD, MOMENTS, Row, TrafficRow, held_bytes, step_time_s
 
 MIB = 2**20
+LABELLED_SHARE = 0.06
+"""A part of a step that takes less of it has no room for its name."""
+
 COLORS = {
     "all_gather": "tab:blue",
     "reduce_scatter": "tab:orange",
@@ -121,7 +124,8 @@ def _draw_timeline(name: str, timeline: Timeline, path: Path) -> None:
     for part, span in timeline.parts:
         start_ms, length_ms = _interval(span.start_s, span.end_s, zero_s)
         axes.broken_barh([(start_ms, length_ms)], (0, 0.8), color="lightgray", edgecolor="black")
-        axes.text(start_ms + length_ms / 2, 0.4, part, ha="center", va="center", fontsize=8)
+        if length_ms > LABELLED_SHARE * (timeline.step.end_s - zero_s) * 1e3:
+            axes.text(start_ms + length_ms / 2, 0.4, part, ha="center", va="center", fontsize=8)
     lanes: dict[str, list[float]] = {view: [] for view in views}
     for each in timeline.collectives:
         end_s = each.end_s or each.start_s

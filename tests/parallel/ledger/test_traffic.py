@@ -179,3 +179,9 @@ def test_the_terms_that_textbooks_know_add_up_to_their_figures(name: str, ideal:
 def test_a_central_gather_grows_with_the_ranks_where_a_ring_does_not() -> None:
     assert [central_gather_bytes(P, ranks) / P for ranks in (2, 4, 8)] == [2, 6, 14]
     assert [ring_bytes("all_reduce", P, ranks) / P for ranks in (2, 4, 8)] == [1, 1.5, 1.75]
+
+
+def test_an_axis_that_the_ledger_does_not_know_is_refused() -> None:
+    config = ParallelConfig(dp_shard=1, cp=2, cp_method="allgather")
+    with pytest.raises(ValueError, match="cannot predict cp=2 yet"):
+        model_parts(whole(MODEL), config, llama_plan(MODEL))
