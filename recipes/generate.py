@@ -36,7 +36,8 @@ class GenerateCommand:
     """Samples text from a checkpoint.
 
     Attributes:
-        checkpoint: A checkpoint, or a folder of checkpoints or of a run, of which the newest is taken.
+        checkpoint: A checkpoint, a folder of checkpoints or of a run, of which the newest is taken, or a Hugging Face
+            folder.
         prompt: Text to continue, or with `chat` what the user says.
         chat: Answer the prompt as a chat, in the template of the chats that the model was trained on.
         chat_template: That template, where the checkpoint's data do not say it: `plain` or `chatml`.
