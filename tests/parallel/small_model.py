@@ -1,18 +1,28 @@
 """A small LLaMA, batches with uneven numbers of valid tokens, and a few steps of training, for tests of layouts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.llama.config import LlamaConfig
 from models.llama.model import Llama
 from models.llama.plan import llama_plan
-from parallel import IGNORE_INDEX, Batch, Mesh, ParallelConfig, Trained, build_mesh, materialize, parallelize
+from parallel import (
+    IGNORE_INDEX,
+    Batch,
+    Mesh,
+    ParallelConfig,
+    Trained,
+    build_mesh,
+    materialize,
+    parallelize,
+    units_where,
+)
 
 SEQUENCE_LENGTH = 32
 GLOBAL_BATCH = 24
@@ -26,14 +36,18 @@ def build(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     frozen: Sequence[str] = (),
+    units: Callable[[str, nn.Module], bool] | None = None,
 ) -> Trained:
-    """A model on the mesh of a config, with initial values, some parameters frozen."""
+    """A model on the mesh of a config, with initial values, some parameters frozen, units by a predicate if any."""
     mesh = build_mesh(config)
     with torch.device("meta"):
         model = Llama(model_config).to(dtype)
     for fqn in frozen:
         model.get_parameter(fqn).requires_grad_(False)
-    trained = parallelize(model, mesh, config, llama_plan(model_config))
+    plan = llama_plan(model_config)
+    if units is not None:
+        plan = replace(plan, units=units_where(model, units))
+    trained = parallelize(model, mesh, config, plan)
     materialize(trained, seed=seed)
     return trained
 
@@ -97,10 +111,11 @@ def train(
     max_norm: float | None = None,
     steps: int = 5,
     frozen: Sequence[str] = (),
+    units: Callable[[str, nn.Module], bool] | None = None,
 ) -> Run:
     """Trains the small model from its seed."""
     model_config = LlamaConfig(**{"num_layers": 2, **(model or {})})
-    trained = build(config, model_config, frozen=frozen)
+    trained = build(config, model_config, frozen=frozen, units=units)
     optimizer = trained.build_optimizer(optimizer_factory)
     losses, norms = [], []
     for step in range(steps):

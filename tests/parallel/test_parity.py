@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 import parallel.compile
 from parallel import Buckets, ParallelConfig, Sharding
@@ -62,6 +63,7 @@ SHARDING: dict[str, Sharding] = {
     ),
     "whole": Sharding(units="model"),
     "whole and offloaded": Sharding(units="model", cpu_offload=True),
+    "by predicate": Sharding(),
     "last unit kept": Sharding(keep_last_unit=True),
     "regrouped": Sharding(reshard_group=2),
 }
@@ -190,6 +192,7 @@ def run_case(world_size: int, layout: dict[str, Any], case: Case) -> Run:
         num_micro_batches,
         CLIPPING[case.clipping],
         FROZEN[case.frozen],
+        case.sharding == "by predicate",
     )
     assert all((run.losses, run.norms) == (runs[0].losses, runs[0].norms) for run in runs)
     return runs[0]
@@ -202,10 +205,24 @@ def run_on_rank(
     micro_batches: int,
     max_norm: float,
     frozen: tuple[str, ...],
+    by_predicate: bool,
 ) -> Run:
     """One rank of a case."""
     parallel.compile.BACKEND = "aot_eager"
-    return train(config, optimizer, model=model, num_micro_batches=micro_batches, max_norm=max_norm, frozen=frozen)
+    return train(
+        config,
+        optimizer,
+        model=model,
+        num_micro_batches=micro_batches,
+        max_norm=max_norm,
+        frozen=frozen,
+        units=is_unit if by_predicate else None,
+    )
+
+
+def is_unit(fqn: str, _module: nn.Module) -> bool:
+    """The second block alone; the root takes the rest."""
+    return fqn == "blocks.1"
 
 
 def is_slow(case: Case) -> bool:
