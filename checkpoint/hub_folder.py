@@ -15,7 +15,8 @@ CONFIG_NAME = "config.json"
 FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 8 << 20
-MAX_INDEX_BYTES = 64 << 20
+MAX_INDEX_BYTES = 16 << 20
+"""Some hundred thousand tensors; parsing takes about 30 times its size of memory at worst."""
 MAX_FILES = 10_000
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 

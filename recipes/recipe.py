@@ -35,9 +35,9 @@ class TrainingConfig:
     Attributes:
         steps: Optimizer steps of the run, over which the learning rate is scheduled.
         init_from: Start from the weights of another run, as fine-tuning does: a checkpoint of the same model from any
-            mesh, a folder of checkpoints or of a run, of which the newest is taken, or a Hugging Face folder. Optimizer,
-            schedule, data and step start afresh. A run that has a checkpoint of its own resumes from that. None: from
-            initial values.
+            mesh, a folder of checkpoints or of a run, of which the newest is taken, or a Hugging Face folder.
+            Optimizer, schedule, data and step start afresh. A run that has a checkpoint of its own resumes from that.
+            None: from initial values.
         stop_at: Save and stop after this step; the same command without it goes on. None: at the end.
         global_batch: Sequences of one step, over all ranks.
         micro_batch: Sequences that one rank runs through the model at a time.
