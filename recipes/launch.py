@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from recipes.launchers import default_num_processes, is_first_rank, join_launcher
 from recipes.messages import (
+    STOPPED,
     USER_ERROR,
     USER_ERRORS,
     describe,
@@ -162,6 +163,7 @@ def _start_method() -> str:
 
 def _call(call: bytes, user_files: list[str]) -> Any:
     """Runs on a started rank."""
+    launcher = os.getppid()
     # Python's handlers wait for the end of a collective, which may never come.
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)
@@ -178,6 +180,9 @@ def _call(call: bytes, user_files: list[str]) -> Any:
         _wait_for_cause(error)
         raise RankError(describe(error)) from error
     _leave_group()
+    if os.getppid() != launcher:
+        # Killed, upon which a signal has told this rank to stop; torch would wait for ever until it takes the result.
+        raise SystemExit(STOPPED)
     return result
 
 

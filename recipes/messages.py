@@ -13,6 +13,9 @@ from typing import Any, NoReturn
 from recipes.launchers import is_first_rank
 
 USER_ERROR = 1
+STOPPED = 75
+"""Exit code of a run that saved and stopped because of a signal, so that the same command goes on: EX_TEMPFAIL of
+sysexits.h, "the user is invited to retry"."""
 USER_ERRORS = (ValueError, OSError)
 SAY_S = 0.5
 

@@ -11,10 +11,6 @@ import torch.distributed as dist
 
 from recipes.signals import REPEAT_S, handlers
 
-STOPPED = 75
-"""Exit code of a run that saved and stopped because of a signal, so that the same command goes on: EX_TEMPFAIL of
-sysexits.h, "the user is invited to retry"."""
-
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 

@@ -13,12 +13,12 @@ from recipes.data import DataStream, TextData, load_dataset
 from recipes.folder_lock import FolderLock
 from recipes.held_out import HeldOut
 from recipes.launch import run
-from recipes.messages import leave
+from recipes.messages import STOPPED, leave
 from recipes.metrics import MetricsSink, Reporter, Utilization, find_utilization, open_sinks
 from recipes.model import build_model
 from recipes.optimizer import adamw_factory
 from recipes.optimizer_step import take_step
-from recipes.preemption import STOPPED, agree, listen
+from recipes.preemption import agree, listen
 from recipes.recipe import Recipe
 from recipes.resume import Start
 from recipes.run_log import RunLog, TrainSummary

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from checkpoint import latest
+from recipes.messages import STOPPED
+from recipes.signals import REPEAT_S
 from tests.recipes.small_recipe import write_recipe_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,13 +40,14 @@ class Command:
             start_new_session=True,
         )
 
-    def wait_until_it_has_saved(self) -> None:
-        """Returns when a checkpoint is there."""
+    def wait_until_it_has_saved(self) -> str:
+        """Returns the lines up to the one that says so."""
         seen = ""
         while "saved" not in seen:
             line = self.process.stdout.readline() if self.process.stdout else ""
             assert line, f"ended before it saved: {seen}{self.process.stderr.read() if self.process.stderr else ''}"
             seen += line
+        return seen
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks, in the order in which they started."""
@@ -114,13 +117,32 @@ def test_a_killed_rank_is_named_within_seconds_and_the_run_goes_on_from_its_chec
     assert latest(tmp_path / "out" / "checkpoints") != saved
 
 
-def test_an_interrupted_run_ends_with_one_line(started: Command, tmp_path: Path) -> None:
-    # As Ctrl-C in a terminal does, which sends the signal to the ranks too.
+def test_ctrl_c_saves_and_ends_with_the_code_that_says_so(started: Command, tmp_path: Path) -> None:
+    # As a terminal does, which sends the signal to the ranks too: the launcher's is no second one.
+    os.killpg(started.process.pid, signal.SIGINT)
+    code, out, err = started.finish()
+    assert (code, err) == (STOPPED, "")
+    step = re.search(r"stopped by SIGINT after step (\d+), which is saved; the same command goes on\n$", out)
+    assert step
+    assert latest(tmp_path / "out" / "checkpoints") == tmp_path / "out" / "checkpoints" / f"step-{int(step[1]):08d}"
+
+
+def test_a_signal_to_the_launcher_alone_reaches_the_ranks(started: Command) -> None:
+    started.process.send_signal(signal.SIGUSR1)
+    code, out, err = started.finish()
+    assert (code, err) == (STOPPED, "")
+    assert "stopped by SIGUSR1 after step" in out
+
+
+def test_a_second_ctrl_c_ends_a_run_that_hangs(started: Command) -> None:
+    # A rank that stands still is one that no step comes to an end with.
+    os.kill(started.ranks()[1], signal.SIGSTOP)
+    os.killpg(started.process.pid, signal.SIGINT)
+    time.sleep(REPEAT_S + 0.5)
+    assert started.process.poll() is None
     os.killpg(started.process.pid, signal.SIGINT)
     code, _, err = started.finish()
-    assert code == 130
-    assert err == "stopped by SIGINT\n"
-    assert latest(tmp_path / "out" / "checkpoints") is not None
+    assert (code, err) == (130, "stopped by SIGINT\n")
 
 
 def test_no_rank_outlives_a_killed_launcher(started: Command) -> None:
@@ -154,3 +176,23 @@ def test_torchrun_starts_the_command_and_its_failure_is_one_message_of_ours(tmp_
     assert err.count("error: no such file or folder: '/no/such/text'") == 1
     # The rest is torchrun's own.
     assert re.findall("^error: ", out + err, re.MULTILINE) == ["error: "]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_that_dies_is_survived_through_a_restart_by_torchrun(tmp_path: Path, recipe_file: str) -> None:
+    words = ("--nproc_per_node", "2", "--max_restarts", "1", "-m", "recipes.train", recipe_file)
+    command = Command(tmp_path, "torch.distributed.run", *words, *LONG, *_output(tmp_path))
+    try:
+        command.wait_until_it_has_saved()
+        os.kill(command.ranks()[1], signal.SIGKILL)
+        lines = command.wait_until_it_has_saved()
+        assert re.search(r"from .*/step-\d{8}: step \d+, .* tokens seen", lines)
+        command.process.send_signal(signal.SIGTERM)
+        # The agent sends it on; its own exit code, and files that it leaves behind, are not ours to choose.
+        out, _ = command.process.communicate(timeout=TIMEOUT_S)
+        assert "stopped by SIGTERM after step" in out
+        assert command.is_gone()
+    finally:
+        if command.process.poll() is None:
+            os.killpg(command.process.pid, signal.SIGKILL)
