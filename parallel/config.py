@@ -1,7 +1,7 @@
 """How a model is split over ranks: one degree per mesh axis beside the policies that go with it."""
 
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -152,6 +152,8 @@ class ParallelConfig:
         sequence_parallel: Split activations between the tensor-parallel parts along the sequence.
         loss_parallel: Keep logits split along the vocabulary in the loss; False gathers them.
         schedule: Pipeline schedule, with pp > 1 only.
+        stages: Blocks of each pipeline stage, in order; with interleaved schedules several times pp of them. None: as
+            few stages as the schedule takes, balanced by cost.
         cp_method: How attention sees the whole sequence, with cp > 1 only.
         precision: Compute and reduce dtypes.
         activation_checkpointing: What backward computes again instead of keeping it: nothing, all of a block but its
@@ -177,6 +179,7 @@ class ParallelConfig:
     sequence_parallel: bool = True
     loss_parallel: bool = True
     schedule: Schedule | None = None
+    stages: tuple[int, ...] | None = None
     cp_method: ContextParallelMethod | None = None
     precision: Precision = field(default_factory=Precision)
     activation_checkpointing: ActivationCheckpointing = "none"
@@ -237,7 +240,7 @@ def _check_choices(config: object) -> None:
         members = get_args(hint)
         optional = type(None) in members
         if optional:
-            members = get_args(members[0])  # the Literal in `Literal[...] | None`; nothing for `int | None`
+            members = get_args(members[0]) if get_origin(members[0]) is Literal else ()
         if value is None and optional:
             continue
         if members and value not in members:

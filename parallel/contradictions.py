@@ -21,6 +21,7 @@ def check_axes(config: "ParallelConfig") -> None:
         raise ValueError(f"pp={config.pp} needs a schedule; legal: {SCHEDULES}")
     if config.pp == 1 and config.schedule is not None:
         raise ValueError(f"schedule={config.schedule!r} needs pipeline stages (pp > 1); pp is 1")
+    _check_pipeline(config)
     if config.cp > 1 and config.cp_method is None:
         raise ValueError(f"cp={config.cp} needs a cp_method; legal: {CONTEXT_PARALLEL_METHODS}")
     if config.cp == 1 and config.cp_method is not None:
@@ -30,6 +31,30 @@ def check_axes(config: "ParallelConfig") -> None:
         raise ValueError(
             f"whole parameters on dp_replicate={config.dp_replicate} x cp={config.cp} do not compose with "
             f"tp={config.tp}; use data_parallel='fsdp2' with strategy='hybrid_shard', or tp=1"
+        )
+
+
+def _check_pipeline(config: "ParallelConfig") -> None:
+    if config.pp == 1:
+        if config.stages is not None:
+            raise ValueError(f"stages={config.stages} are those of a pipeline (pp > 1); pp is 1")
+        return
+    if config.stages is not None and any(blocks < 1 for blocks in config.stages):
+        raise ValueError(f"stages={config.stages}: each has a block or more")
+    if config.reduce_gradients == "every_micro_batch":
+        raise ValueError(
+            f"with pp={config.pp} gradients are summed over data-parallel ranks once a step; use "
+            "reduce_gradients='last', or leave it out"
+        )
+    if config.sharding.reshard_group is not None or config.sharding.keep_last_unit:
+        raise ValueError(
+            f"with pp={config.pp} every unit stays gathered until the step ends, so {config.sharding} has no meaning; "
+            "leave reshard_group and keep_last_unit out"
+        )
+    if config.compile and config.schedule not in ("gpipe", "1f1b", "interleaved_1f1b"):
+        raise ValueError(
+            f"schedule={config.schedule!r} computes gradients of weights apart from those of inputs, which compiled "
+            "blocks compute together; use gpipe, 1f1b or interleaved_1f1b, or compile=False"
         )
 
 
@@ -62,10 +87,11 @@ def check_backend(config: "ParallelConfig") -> None:
         if not has_meaning and options != type(options)():
             users = "fsdp1 or fsdp2" if name == "sharding" else "ddp or zero1"
             raise ValueError(f"{options} has no meaning for {backend}; leave it out, or use {users}")
-    if config.tp > 1 and config.buckets != type(config.buckets)():
+    by_block = [f"{axis}={split[axis]}" for axis in ("pp", "tp") if axis in split]
+    if by_block and config.buckets != type(config.buckets)():
         raise ValueError(
-            f"with tp={config.tp} {backend} sends a block's gradients at once, so {config.buckets} has no meaning; "
-            "leave buckets out"
+            f"with {' x '.join(by_block)} {backend} sends a block's gradients at once, so "
+            f"{config.buckets} has no meaning; leave buckets out"
         )
     _check_sharding(backend, traits, config.sharding)
 

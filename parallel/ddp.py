@@ -25,8 +25,9 @@ from parallel.plan import ParallelPlan
 class Ddp(Backend):
     """The `ddp` backend.
 
-    With tensor parallelism its parameters are DTensors, which torch's DDP does not take; `fully_shard`'s replicating
-    twin then does the same, one all-reduce a unit.
+    With tensor parallelism its parameters are DTensors, which torch's DDP does not take, and some schedules of a
+    pipeline compute gradients where it does not see them; `fully_shard`'s replicating twin then does the same, one
+    all-reduce a unit.
     """
 
     wraps_before_materialize = False
@@ -35,7 +36,7 @@ class Ddp(Backend):
 
     def wrap(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> nn.Module:
         """Wraps the model; rank 0's parameters are sent to all ranks first."""
-        if mesh.degree("tp") > 1:
+        if mesh.degree("tp") > 1 or mesh.degree("pp") > 1:
             apply_fsdp2(
                 model,
                 mesh["loss"],

@@ -34,7 +34,8 @@ class FullyShard(Backend):
             mesh["loss"] if config.resolved_strategy == "no_shard" else view,
             replicate=config.resolved_strategy == "no_shard",
             units=choose_units(model, plan, config.sharding),
-            reshard_after_forward=config.resolved_strategy in ("full_shard", "hybrid_shard"),
+            # Within a pipeline every micro-batch would gather everything anew.
+            reshard_after_forward=config.resolved_strategy in ("full_shard", "hybrid_shard") and config.pp == 1,
             sharding=config.sharding,
             precision=config.precision,
         )

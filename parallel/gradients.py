@@ -1,7 +1,7 @@
 """The global gradient norm and clipping, on any mix of meshes and tensor kinds."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ def clip_gradients(
     max_norm: float | None,
     norm_type: float = 2.0,
     views_of: Callable[[Tensor], frozenset[str]] | None = None,
+    copies: Sequence[nn.Parameter] = (),
 ) -> Tensor:
     """Scales all gradients in place so that their global norm is at most `max_norm`.
 
@@ -33,6 +34,7 @@ def clip_gradients(
         max_norm: The largest norm allowed; None only measures.
         norm_type: p of the norm, positive or infinity.
         views_of: Tells the views along which a plain parameter is split; None: along none.
+        copies: Those of the parameters that another pipeline stage holds too and counts.
 
     Returns:
         The norm before clipping, a float64 scalar; not finite if any gradient is not.
@@ -42,8 +44,10 @@ def clip_gradients(
     """
     if norm_type <= 0 or (max_norm is not None and not max_norm > 0):
         raise ValueError(f"max_norm={max_norm} and norm_type={norm_type} must be positive")
-    local = _local_gradients(parameters, views_of or sharded_views)
-    norm = _global_norm(local, mesh, norm_type)
+    parameters, views = list(parameters), views_of or sharded_views
+    local = _local_gradients(parameters, views)
+    counted = _local_gradients([each for each in parameters if not any(each is copied for copied in copies)], views)
+    norm = _global_norm(counted, mesh, norm_type)
     if max_norm is not None:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradients in local.values():

@@ -6,6 +6,7 @@ from dataclasses import replace
 from parallel.activation_checkpoint import check_policy
 from parallel.config import ParallelConfig
 from parallel.plan import ModelShape
+from parallel.stages import check_micro_batches, check_stages
 from parallel.traits import TRAITS
 
 
@@ -63,7 +64,10 @@ def check_layout(config: ParallelConfig, shape: ModelShape, *, num_micro_batches
     _check_vocabulary(config, shape)
     _check_reshard_group(config)
     _check_experts(config, shape)
-    _check_pipeline(config, shape, num_micro_batches)
+    if config.pp > 1:
+        check_stages(config, shape)
+        if num_micro_batches is not None:
+            check_micro_batches(config, num_micro_batches)
     check_policy(config.activation_checkpoint_policy)
     if config.cp_method == "ulysses":
         split = config.tp * config.cp
@@ -122,9 +126,9 @@ def check_built(config: ParallelConfig) -> None:
     Raises:
         ValueError: If an axis is not built yet.
     """
-    asked = [f"{axis}={getattr(config, axis)}" for axis in ("pp", "ep") if getattr(config, axis) > 1]
+    asked = [f"{axis}={getattr(config, axis)}" for axis in ("ep",) if getattr(config, axis) > 1]
     if asked:
-        raise ValueError(f"not built yet: {', '.join(asked)}; today dp_replicate, dp_shard, cp and tp work")
+        raise ValueError(f"not built yet: {', '.join(asked)}; today pp, dp_replicate, dp_shard, cp and tp work")
 
 
 def _check_divides(axis: str, degree: int, name: str, count: int, shape: ModelShape) -> None:
@@ -173,24 +177,6 @@ def _check_experts(config: ParallelConfig, shape: ModelShape) -> None:
         raise ValueError(
             f"ep={config.ep} is carved out of dp_shard x cp = {config.dp_shard} x {config.cp} = {ranks} ranks and "
             f"must divide them; legal here: {[n for n in range(1, ranks + 1) if ranks % n == 0]}"
-        )
-
-
-def _check_pipeline(config: ParallelConfig, shape: ModelShape, num_micro_batches: int | None) -> None:
-    if config.pp == 1:
-        return
-    stages_of_a_rank = 1 if config.schedule in ("gpipe", "1f1b") else 2
-    stages = config.pp * stages_of_a_rank
-    if shape.num_layers < stages:
-        raise ValueError(
-            f"schedule={config.schedule!r} on pp={config.pp} ranks needs at least {stages_of_a_rank} virtual stages a "
-            f"rank, {stages} stages in all, each with a block or more; the model has {shape.num_layers} blocks: "
-            f"pp can be at most {shape.num_layers // stages_of_a_rank}"
-        )
-    if num_micro_batches is not None and num_micro_batches < config.pp:
-        raise ValueError(
-            f"schedule={config.schedule!r} needs at least as many micro-batches as stages; got "
-            f"{num_micro_batches} micro-batches for pp={config.pp} stages"
         )
 
 

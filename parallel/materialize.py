@@ -76,7 +76,8 @@ def _allocate(trained: Trained) -> None:
         return  # values are there, and a wrapper may hold on to them
     with mark_replaced(trained.source):
         trained.source.to_empty(device=trained.parameter_device)
-        tie(trained.source, trained.plan.tied)
+        if trained.config.pp == 1:
+            tie(trained.source, trained.plan.tied)
 
 
 def seed_of(seed: int, fqn: str) -> int:

@@ -20,6 +20,7 @@ from parallel.none import OneProcess
 from parallel.plan import ParallelPlan
 from parallel.replaced import mark_replaced
 from parallel.replicas import differ_between_ranks, hash_bits
+from parallel.stages import check_cut, cut, keep_part, part_of_plan, untie
 from parallel.tensor_parallel import apply_tensor_parallel, check_styles, tie
 from parallel.trained import Trained
 from parallel.traits import TRAITS
@@ -63,12 +64,15 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
     backend.check(mesh, resolved, plan)
     check_context_parallel(resolved, plan, mesh.device)
     _check_blocks(model, mesh, resolved, plan)
+    if resolved.pp > 1:
+        check_cut(model, plan)
     if resolved.tp > 1 and resolved.sequence_parallel:
         check_styles(model, plan.tensor_parallel)
     _check_values(model, mesh)
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mesh.device)
     with mark_replaced(model):
+        part = _own_part(model, mesh, resolved, plan)
         if mesh.degree("tp") > 1:
             # TP first: fully_shard must see DTensors to build the 2-D layout.
             apply_tensor_parallel(
@@ -78,11 +82,21 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
                 sequence_parallel=resolved.sequence_parallel,
                 loss_parallel=resolved.loss_parallel,
             )
-            tie(model, plan.tied)
+            tie(model, part.tied)
         if resolved.cp_method is not None:
-            apply_context_parallel(model, mesh["cp"], plan, resolved.cp_method)
-        _apply_to_blocks(model, resolved, plan)
+            apply_context_parallel(model, mesh["cp"], part, resolved.cp_method)
+        _apply_to_blocks(model, resolved, part)
         return Trained(model, mesh, resolved, plan, backend)
+
+
+def _own_part(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> ParallelPlan:
+    """Drops the stages of other ranks; returns the plan of what is left."""
+    if config.pp == 1:
+        return plan
+    own = [fqn for stage in cut(plan, config) if stage.rank == mesh.coordinate("pp") for fqn in stage.modules]
+    keep_part(model, plan, own)
+    untie(model, plan.tied)
+    return part_of_plan(plan, own)
 
 
 def _check_blocks(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> None:

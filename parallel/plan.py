@@ -72,10 +72,14 @@ class Block:
     Attributes:
         fqn: Its name in the whole model.
         cost: Forward FLOPs for one token, attention over the sequence left out.
+        has_experts: Whether it counts the tokens that come to its experts.
+        adds_loss: Whether it adds to a loss that models hand on beside the residual stream.
     """
 
     fqn: str
     cost: float
+    has_experts: bool = False
+    adds_loss: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +92,8 @@ class ParallelPlan:
             `*` stands for one name.
         units: Sharding units besides the root, which takes what is left.
         blocks: Repeated layers in the order in which they run.
+        first: What runs before the first block and can be None in a model that starts from a residual stream.
+        last: What runs after the last block and can be None in a model that returns the residual stream.
         tied: Groups of parameter fqns that are one parameter; the first is the canonical name.
         attention_cores: Modules in which the tokens of a sequence meet, by fqn pattern, which context parallel
             replaces; they are called as its `AttentionCore` says.
@@ -99,6 +105,8 @@ class ParallelPlan:
     tensor_parallel: Mapping[str, TensorParallelStyle] = field(default_factory=dict)
     units: tuple[Unit, ...] = ()
     blocks: tuple[Block, ...] = ()
+    first: tuple[Block, ...] = ()
+    last: tuple[Block, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     attention_cores: tuple[str, ...] = ()
     row_sums: tuple[str, ...] = ()
@@ -123,7 +131,7 @@ class ParallelPlan:
             if not matching(pattern, modules):
                 raise ValueError(f"the plan's {pattern!r} matches no module of {type(model).__name__}")
         in_units = [fqn for unit in self.units for fqn in unit.modules]
-        for fqn in in_units + [block.fqn for block in self.blocks]:
+        for fqn in in_units + [block.fqn for block in (*self.first, *self.blocks, *self.last)]:
             if fqn not in modules:
                 raise ValueError(f"the plan names {fqn!r}, but {type(model).__name__} has no such module")
         twice = {fqn for fqn in in_units if in_units.count(fqn) > 1}

@@ -13,6 +13,7 @@ from torch import Tensor
 from parallel.batch import IGNORE_INDEX, Batch
 from parallel.experts import forget_load, sum_load
 from parallel.mesh import Mesh
+from parallel.pipeline_parallel import Pipeline
 from parallel.replicas import differ_between_ranks, hash_bits
 
 if TYPE_CHECKING:
@@ -50,6 +51,15 @@ def forward_backward(trained: "Trained", micro_batches: Sequence[Batch]) -> Step
     if num_valid_tokens == 0:
         warnings.warn("no token of the global batch is valid: this step computes no gradient", stacklevel=3)
         return StepResult(loss_sum=0.0, num_valid_tokens=0, skipped=True)
+    if isinstance(trained.model, Pipeline):
+        losses = [trained.model.forward_backward([_on_rank(trained, each) for each in micro_batches], num_valid_tokens)]
+    else:
+        losses = _accumulate(trained, micro_batches, num_valid_tokens)
+    return replace(_total(trained, losses, num_valid_tokens), expert_load=sum_load(trained))
+
+
+def _accumulate(trained: "Trained", micro_batches: Sequence[Batch], num_valid_tokens: int) -> list[Tensor]:
+    """Forward and backward of one micro-batch after the other; returns their summed losses."""
     reduce_each = (trained.config.reduce_gradients or trained.backend.default_reduce_gradients) == "every_micro_batch"
     losses: list[Tensor] = []
 
@@ -61,7 +71,7 @@ def forward_backward(trained: "Trained", micro_batches: Sequence[Batch]) -> Step
     for index, batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
         trained.backend.run_micro_batch(trained.model, functools.partial(compute, batch), reduce=reduce_each or last)
-    return replace(_total(trained, losses, num_valid_tokens), expert_load=sum_load(trained))
+    return losses
 
 
 @torch.no_grad()
@@ -73,11 +83,17 @@ def evaluate(trained: "Trained", micro_batches: Sequence[Batch]) -> StepResult:
 
 
 def _summed_loss(trained: "Trained", batch: Batch) -> Tensor:
+    tokens, positions, labels, documents = _on_rank(trained, batch)
+    loss: Tensor = trained.model(tokens, positions=positions, document_ids=documents, labels=labels)
+    return loss
+
+
+def _on_rank(trained: "Trained", batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What the model on this rank is given of a micro-batch."""
     batch = batch.to(trained.mesh.device)
     tokens, positions, labels = (trained.cut.part(each) for each in (batch.tokens, batch.positions, batch.labels))
     # Of documents every rank needs those of the whole sequence, which its tokens look back on.
-    loss: Tensor = trained.model(tokens, positions=positions, document_ids=batch.document_ids, labels=labels)
-    return loss
+    return tokens, positions, labels, batch.document_ids
 
 
 def _agree_on_tokens(
@@ -96,6 +112,8 @@ def _agree_on_tokens(
             raise ValueError("a step needs at least one micro-batch")
         for batch in micro_batches:
             trained.check_batch(batch)
+        if call == "forward_backward" and isinstance(trained.model, Pipeline):
+            trained.model.check_step(micro_batches)
         # Ranks that share a sequence were given all of it, and each counts its own part.
         tokens = sum(int((trained.cut.part(batch.labels) != IGNORE_INDEX).sum()) for batch in micro_batches)
     except Exception as error:
@@ -108,12 +126,9 @@ def _agree_on_tokens(
     if problem is not None:
         raise problem
     if num_refusals and peers_differ.item():
-        mesh, shared_by = trained.mesh, {"tp": "matrix", "cp": "sequence"}
-        split = [
-            f"the ranks {mesh.ranks(each)} split each {what}"
-            for each, what in shared_by.items()
-            if mesh.degree(each) > 1
-        ]
+        mesh = trained.mesh
+        shared_by = {"tp": "split each matrix", "cp": "split each sequence", "pp": "have the stages of a pipeline"}
+        split = [f"the ranks {mesh.ranks(each)} {what}" for each, what in shared_by.items() if mesh.degree(each) > 1]
         raise ValueError(
             f"{' and '.join(split)} between them, so they need the same batches; "
             "they were given different ones: choose data by mesh.coordinate('dp')"
@@ -131,7 +146,7 @@ def _agree_on_tokens(
 
 def _peers_differ(mesh: Mesh, micro_batches: Sequence[Batch]) -> Tensor:
     """Whether ranks that should hold the same micro-batches do not, a bool scalar."""
-    peers = [view for view in ("cp", "tp") if mesh.degree(view) > 1]
+    peers = [view for view in ("cp", "tp", "pp") if mesh.degree(view) > 1]
     differ = torch.tensor(False, device=mesh.device)
     if not peers:
         return differ
@@ -142,6 +157,8 @@ def _peers_differ(mesh: Mesh, micro_batches: Sequence[Batch]) -> Tensor:
             digest = digest * 0x5851F42D4C957F2D + part
     for view in peers:
         differ = differ | differ_between_ranks(digest, mesh.group(view))
+        # So that ranks along the next view hear of it too.
+        digest = digest + differ
     return differ
 
 

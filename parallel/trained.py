@@ -15,6 +15,7 @@ from parallel.batch import IGNORE_INDEX, Batch
 from parallel.config import ParallelConfig
 from parallel.layout import check_sequence_length, sequence_multiple
 from parallel.mesh import Mesh
+from parallel.pipeline_parallel import Pipeline
 from parallel.plan import ParallelPlan
 from parallel.sequence_cut import SequenceCut
 
@@ -24,7 +25,7 @@ class Trained:
 
     Attributes:
         model: What to call; the backend may have wrapped it.
-        source: The model as its author wrote it, whose fqns name everything.
+        source: The model as its author wrote it, whose fqns name everything; with pp what this rank has of it.
         mesh: The mesh.
         config: The layout with every degree resolved.
         plan: What the model declared.
@@ -67,14 +68,19 @@ class Trained:
             self._wrap()
 
     def _wrap(self) -> None:
-        self.model, self._wrapped = self.backend.wrap(self.source, self.mesh, self.config, self.plan), True
+        parts = (self.source, self.mesh, self.config, self.plan)
+        self.model = Pipeline(*parts, self.backend) if self.config.pp > 1 else self.backend.wrap(*parts)
+        self._wrapped = True
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The sharded parameters by fqn; tied ones once, under their canonical name."""
         self.backend.reshard(self.model)
-        aliases = {name for names in self.plan.tied for name in names[1:]}
-        named = self.source.named_parameters(remove_duplicate=False)
-        return {fqn: parameter for fqn, parameter in named if fqn not in aliases}
+        canonical = {name: names[0] for names in self.plan.tied for name in names}
+        named: dict[str, nn.Parameter] = {}
+        # The last stage of a pipeline may have a tied parameter without its first name.
+        for fqn, parameter in self.source.named_parameters(remove_duplicate=False):
+            named.setdefault(canonical.get(fqn, fqn), parameter)
+        return named
 
     def forward_backward(self, micro_batches: Sequence[Batch]) -> "step.StepResult":
         """Computes the gradients of one step, starting from none.
@@ -107,7 +113,8 @@ class Trained:
             The norm before clipping, a float64 scalar, equal on every rank.
         """
         parameters = self.named_parameters().values()
-        return gradients.clip_gradients(parameters, self.mesh, max_norm, norm_type, self.backend.sharded_views)
+        copies = self.model.held_twice if isinstance(self.model, Pipeline) else ()
+        return gradients.clip_gradients(parameters, self.mesh, max_norm, norm_type, self.backend.sharded_views, copies)
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
         """Builds an optimizer over the parameters as they are sharded, whose step works on local shards.

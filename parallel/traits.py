@@ -40,7 +40,10 @@ TRAITS: Mapping[str, Traits] = {
     "dp": Traits(one_process=True, gathers_centrally=True),
     "ddp": Traits(has_buckets=True, sums_each_micro_batch=False),
     "zero1": Traits(
-        has_buckets=True, sums_each_micro_batch=False, splits_optimizer_rows=True, refused_axes={"tp": _ROW_SHARDS}
+        has_buckets=True,
+        sums_each_micro_batch=False,
+        splits_optimizer_rows=True,
+        refused_axes=dict.fromkeys(("pp", "tp"), _ROW_SHARDS),
     ),
     "fsdp1": Traits(
         shards=True,

@@ -36,11 +36,15 @@ def llama_plan(config: LlamaConfig) -> ParallelPlan:
         embed, head = (Unit(modules=(name,), backward_needs_weights=False) for name in ("embed", "head"))
         units = (embed, *units, head)
     cost = 2.0 * config.num_matmul_parameters_per_block
+    head_cost = 2.0 * config.width * config.vocab_size
     return ParallelPlan(
         shape=config.shape,
         tensor_parallel=styles,
         units=units,
         blocks=tuple(Block(fqn=fqn, cost=cost) for fqn in fqns),
+        # A look-up multiplies nothing, but each element is read, and added to in backward.
+        first=(Block(fqn="embed", cost=2.0 * config.width),),
+        last=(Block(fqn="norm", cost=4.0 * config.width), Block(fqn="head", cost=head_cost)),
         tied=(("embed.weight", "head.weight"),) if config.tied_embeddings else (),
         attention_cores=("blocks.*.attention.core",),
     )

@@ -19,7 +19,9 @@ def moe_plan(config: MoeConfig) -> ParallelPlan:
     plan = llama_plan(config)
     sparse_cost = 2.0 * config.num_matmul_parameters_per_sparse_block
     blocks = tuple(
-        block if index in config.dense_layers else Block(fqn=block.fqn, cost=sparse_cost)
+        block
+        if index in config.dense_layers
+        else Block(fqn=block.fqn, cost=sparse_cost, has_experts=True, adds_loss=config.balance_loss > 0)
         for index, block in enumerate(plan.blocks)
     )
     styles = {key: style for key, style in plan.tensor_parallel.items() if ".feed_forward" not in key}
