@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from parallel import build_mesh
 from parallel.replicas import local_part
+from parallel.traits import TRAITS
 from recipes.model import build_model
 from recipes.recipe import Recipe
 
@@ -75,6 +76,12 @@ def dry_run(recipe: Recipe, world_size: int, rank: int = 0) -> DryRun:
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} must be from 0 to {world_size - 1}, as the world has {world_size} ranks")
     recipe.check_layout(world_size)
+    backend = recipe.parallel.data_parallel
+    if TRAITS[backend].flattens:
+        raise ValueError(
+            f"data_parallel={backend!r} flattens parameters when they have values, and a dry run gives them none; look "
+            "at data_parallel='fsdp2' with the same strategy, which holds as much but for padding"
+        )
     with fake_world(world_size, rank):
         mesh = build_mesh(recipe.parallel, "cpu")
         trained = build_model(recipe, mesh)

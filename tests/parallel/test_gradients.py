@@ -137,7 +137,7 @@ def test_every_layout_reports_the_norms_of_one_process_on_every_rank() -> None:
     for results in others:
         assert all(each == results[0] for each in results)
         for norms in results[0]:
-            assert difference(torch.tensor(norms), torch.tensor(reference)) < 1e-12
+            assert difference(norms, reference) < 1e-12
 
 
 def test_gradients_that_are_not_finite_give_such_a_norm_on_every_rank() -> None:

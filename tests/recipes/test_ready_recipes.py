@@ -1,11 +1,13 @@
 """Every ready recipe builds at its full world size, and each rank holds the share that its layout says."""
 
 import os
+from dataclasses import replace
 from math import ceil
 
 import pytest
 import torch.distributed as dist
 
+from parallel import ParallelConfig
 from parallel.layout import resolve
 from recipes.dry_run import DryRun, dry_run
 from recipes.recipe import Recipe, find_recipe, intended_world_size, recipe_names
@@ -124,9 +126,11 @@ def _refusals() -> list[str]:
         dry_run(find_recipe("llama_debug"), 2)
     dist.destroy_process_group()
     refusals = [str(in_a_job.value)]
-    for name, world_size, rank in (("llama_3_1_70b", 12, 0), ("llama_debug", 4, 4)):
+    debug = find_recipe("llama_debug")
+    flat = replace(debug, parallel=ParallelConfig(data_parallel="fsdp1"))
+    for recipe, world_size, rank in ((find_recipe("llama_3_1_70b"), 12, 0), (debug, 4, 4), (flat, 4, 0)):
         with pytest.raises(ValueError) as refusal:
-            dry_run(find_recipe(name), world_size, rank)
+            dry_run(recipe, world_size, rank)
         refusals.append(str(refusal.value))
         assert not dist.is_initialized()
     return refusals
@@ -134,7 +138,8 @@ def _refusals() -> list[str]:
 
 def test_what_cannot_be_built_is_refused_and_leaves_no_group() -> None:
     (refusals,) = run_ranks(1, _refusals)
-    in_a_job, world_size, rank = refusals
+    in_a_job, world_size, rank, flat = refusals
     assert "this process has one" in in_a_job
     assert "12 ranks are not a multiple of" in world_size
     assert "rank=4 must be from 0 to 3" in rank
+    assert "data_parallel='fsdp2' with the same strategy" in flat

@@ -44,8 +44,8 @@ def test_five_steps_equal_one_process(layout: str, model: str, optimizer: str) -
     assert all((run.losses, run.norms, run.loads) == (runs[0].losses, runs[0].norms, runs[0].loads) for run in runs)
     run, reference = runs[0], one_process(model, optimizer)
     assert run.loads == reference.loads
-    assert difference(torch.tensor(run.losses), torch.tensor(reference.losses)) < tolerance
-    assert difference(torch.tensor(run.norms), torch.tensor(reference.norms)) < tolerance
+    assert difference(run.losses, reference.losses) < tolerance
+    assert difference(run.norms, reference.norms) < tolerance
     assert run.parameters.keys() == reference.parameters.keys()
     worst = {fqn: difference(run.parameters[fqn], reference.parameters[fqn]) for fqn in reference.parameters}
     assert max(worst.values()) < tolerance, worst
