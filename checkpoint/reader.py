@@ -109,28 +109,33 @@ class Reads:
         """
         for first in range(0, len(self._plans), FILES_AT_ONCE):
             with ExitStack() as stack:
-                work = []
+                work, num_bytes = list[Callable[[], None]](), 0
                 for plan in self._plans[first : first + FILES_AT_ONCE]:
                     stack.enter_context(plan.file)
-                    work += [partial(_read, plan.file, run) for run in _runs(plan.parts, plan.file.block_bytes)]
-                in_threads(work)
+                    for run in _runs(plan.parts, plan.file.block_bytes):
+                        work.append(partial(_read, plan.file, run))
+                        num_bytes += run[-1].stop - run[0].start
+                for _ in in_threads(work, num_bytes):
+                    pass
 
 
-def in_threads(work: Sequence[Callable[[], T]]) -> list[T]:
-    """Runs some calls on two threads.
+def in_threads(work: Sequence[Callable[[], T]], num_bytes: int) -> Iterator[T]:
+    """Runs some calls on two threads, or right here where there is little to do.
 
     Args:
         work: The calls; after an error no more are started, and those that run come to their end.
+        num_bytes: Bytes that they read in all.
 
-    Returns:
+    Yields:
         Their results, in their order.
     """
-    if len(work) == 1:
-        return [work[0]()]
+    if num_bytes <= READ_BYTES:
+        yield from (call() for call in work)
+        return
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-read") as pool:
         futures = [pool.submit(call) for call in work]
         try:
-            return [future.result() for future in futures]
+            yield from (future.result() for future in futures)
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -67,6 +67,6 @@ def _damage(file: VerifiedFile, progress: Callable[[int], None]) -> Iterator[str
     size = file.stored.num_bytes
     with file:
         stretches = [partial(file.damaged, start, min(start + step, size)) for start in range(0, size, step)]
-        for start, damaged in zip(range(0, size, step), in_threads(stretches), strict=True):
+        for start, damaged in zip(range(0, size, step), in_threads(stretches, size), strict=True):
             yield from damaged
             progress(min(step, size - start))

@@ -1,26 +1,31 @@
-"""The command `python -m recipes.bench step`."""
+"""The command `python -m recipes.bench step | checkpoint`."""
 
 import json
 import statistics
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from recipes.bench import startup, step
+from recipes.bench import background, checkpoint, startup, step
 from recipes.bench.model import compare_models, peak_memory
 from recipes.bench.rounds import Comparison
 from recipes.launch import run
 from recipes.messages import one_message
 from recipes.metrics import format_bytes
 
-Part = Literal["full_shard", "replicated", "tensor_parallel", "model", "memory", "start"]
-PARTS: tuple[Part, ...] = get_args(Part)
+What = Literal["step", "checkpoint"]
+PARTS: Mapping[What, tuple[str, ...]] = {
+    "step": ("full_shard", "replicated", "tensor_parallel", "model", "memory", "start"),
+    "checkpoint": ("save", "load_cold", "load_warm", "stall", "background", "memory"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +33,41 @@ class BenchCommand:
     """Measures our own code side by side with others; give it a machine that does nothing else.
 
     Attributes:
-        what: What to measure: `step`, the time and memory of a training step and of starting one.
-        parts: Which comparisons to make.
+        what: What to measure: `step`, the time and memory of a training step and of starting one; `checkpoint`, of
+            saving and loading 1 GB.
+        parts: Which comparisons to make: `full_shard`, `replicated`, `tensor_parallel`, `model`, `memory`, `start` of
+            a step, `save`, `load_cold`, `load_warm`, `stall`, `background`, `memory` of a checkpoint. None: all.
         rounds: Interleaved rounds of each comparison.
+        folder: Folder on the disk to measure, with 5 GB free; what it holds stays. None: that of temporary files.
         json: File to write all figures to; None: none.
         debug: Show the traceback of an error.
     """
 
-    what: Annotated[Literal["step"], tyro.conf.Positional]
-    parts: tuple[Part, ...] = PARTS
+    what: Annotated[What, tyro.conf.Positional]
+    parts: tuple[str, ...] | None = None
     rounds: int = 15
+    folder: str | None = None
     json: str | None = None
     debug: bool = False
+
+    def check(self) -> None:
+        """Refuses what cannot be measured.
+
+        Raises:
+            ValueError: If there is no such part, or too few rounds.
+        """
+        if self.rounds < 2:
+            raise ValueError(f"rounds={self.rounds} must be at least 2, for there to be a spread")
+        legal = ", ".join(PARTS[self.what])
+        if self.parts == ():
+            raise ValueError(f"parts is empty; legal: {legal}")
+        unknown = [part for part in self.parts or () if part not in PARTS[self.what]]
+        if unknown:
+            raise ValueError(f"{self.what} has no parts {', '.join(unknown)}; legal: {legal}")
+
+    def measures(self, part: str) -> bool:
+        """Whether a comparison is to be made."""
+        return self.parts is None or part in self.parts
 
 
 def bench_step(command: BenchCommand, console: Console) -> list[dict[str, object]]:
@@ -52,7 +80,7 @@ def bench_step(command: BenchCommand, console: Console) -> list[dict[str, object
     Returns:
         All figures, as JSON can hold them.
     """
-    comparisons: dict[Part, tuple[Callable[[int], Comparison], int]] = {
+    comparisons: dict[str, tuple[Callable[[int], Comparison], int]] = {
         "full_shard": (step.compare_full_shard, 2),
         "replicated": (step.compare_replicated, 2),
         "tensor_parallel": (step.compare_tensor_parallel, 2),
@@ -60,15 +88,56 @@ def bench_step(command: BenchCommand, console: Console) -> list[dict[str, object
     }
     results: list[dict[str, object]] = []
     for part, (compare, num_processes) in comparisons.items():
-        if part in command.parts:
+        if command.measures(part):
             comparison = run(compare, command.rounds, num_processes=num_processes, debug=command.debug)
             console.print(comparison.table())
             results.append(comparison.to_json())
-    if "memory" in command.parts:
+    if command.measures("memory"):
         results.append(_bench_memory(console))
-    if "start" in command.parts:
+    if command.measures("start"):
         results.append(_bench_start(command.rounds, console))
     return results
+
+
+def bench_checkpoint(command: BenchCommand, console: Console) -> list[dict[str, object]]:
+    """Measures saving and loading with 1 and 2 ranks and prints a table for each comparison.
+
+    Args:
+        command: What was asked for.
+        console: Where to print.
+
+    Returns:
+        All figures, as JSON can hold them.
+    """
+    comparisons: dict[str, Callable[[int, str], Comparison]] = {
+        "save": checkpoint.compare_save,
+        "load_cold": partial(checkpoint.compare_load, cold=True),
+        "load_warm": partial(checkpoint.compare_load, cold=False),
+        "stall": background.compare_stall,
+        "background": background.compare_training,
+    }
+    results: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory(dir=command.folder) as folder:
+        for num_ranks in (1, 2):
+            for part, compare in comparisons.items():
+                if command.measures(part):
+                    comparison = run(compare, command.rounds, folder, num_processes=num_ranks, debug=command.debug)
+                    console.print(comparison.table())
+                    results.append(comparison.to_json())
+                    if part == "background":
+                        results.append(_lost(comparison, console))
+            if command.measures("memory"):
+                added = run(checkpoint.memory_of_save_and_load, folder, num_processes=num_ranks, debug=command.debug)
+                listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in added.items())
+                console.print(f"memory beside the state, {num_ranks} ranks: {listed} (aim: <= 64 MiB)\n")
+                results.append({"ranks": num_ranks, "added_bytes": added})
+    return results
+
+
+def _lost(comparison: Comparison, console: Console) -> dict[str, object]:
+    share = background.lost_share(comparison)
+    console.print(f"training lost to our save: {share:.2f} of what torch's costs (aim: <= {background.LOST_AIM:.2f})\n")
+    return {"lost_share": share}
 
 
 def _bench_memory(console: Console) -> dict[str, object]:
@@ -107,12 +176,10 @@ def main(arguments: list[str] | None = None) -> None:
     debug = "--debug" in (sys.argv if arguments is None else arguments)
     with one_message(debug=debug):
         command = tyro.cli(BenchCommand, args=arguments, prog="python -m recipes.bench")
-        if command.rounds < 2:
-            raise ValueError(f"rounds={command.rounds} must be at least 2, for there to be a spread")
-        if not command.parts:
-            raise ValueError(f"parts is empty; legal: {', '.join(PARTS)}")
+        command.check()
         console = Console(highlight=False)
-        results = bench_step(command, console if console.is_terminal else Console(highlight=False, width=120))
+        bench = bench_step if command.what == "step" else bench_checkpoint
+        results = bench(command, console if console.is_terminal else Console(highlight=False, width=120))
         if command.json is not None:
             Path(command.json).write_text(json.dumps(results, indent=1))
 

@@ -54,9 +54,8 @@ def write_direct(path: Path, views: Views, num_threads: int) -> None:
                 ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(pages)) + size, source, len(view))
                 size += len(view)
             # The last one is filled up to whole pages: as many bytes, and no second call.
-            filesystem.write_at(
-                descriptor, memoryview(pages)[: -(-size // mmap.PAGESIZE) * mmap.PAGESIZE], index * CHUNK_BYTES
-            )
+            size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+            filesystem.write_at(descriptor, memoryview(pages)[:size], index * CHUNK_BYTES)
 
     _on_threads(work, num_threads)
     filesystem.sync(descriptor)

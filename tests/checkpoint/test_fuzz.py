@@ -23,7 +23,7 @@ MAX_SECONDS = 2.0
 MAX_MORE_BYTES = 256 << 20
 """Memory that all inputs together may add."""
 
-SPECIAL = [0, 1, -1, 2**31, 2**53, 2**63, 2**64, 10**30, 1e308, True, None, "", "x", "../x", [], {}, [[]]]
+SPECIAL: list[Any] = [0, 1, -1, 2**31, 2**53, 2**63, 2**64, 10**30, 1e308, True, None, "", "x", "../x", [], {}, [[]]]
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,11 @@ def stored_tensors(draw: st.DrawFn) -> tuple[int, dict[str, StoredTensor]]:
         axes = draw(st.permutations([axis for axis, _ in mesh]))[: draw(st.integers(0, len(mesh)))]
         splits = tuple((axis, draw(st.integers(0, len(shape) - 1))) for axis in axes) if shape else ()
         left = [axis for axis, _ in mesh if axis not in dict(splits)]
-        at = ((left[0], draw(st.integers(0, dict(mesh)[left[0]] - 1))),) if left and draw(st.booleans()) else ()
+        at = (
+            ((left[0], draw(st.integers(0, dict(mesh)[left[0]] - 1))),)
+            if left and draw(st.sampled_from([True, False]))
+            else ()
+        )
         dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.bool]))
         tensors[f"t{number}"] = StoredTensor(dtype=dtype, shape=shape, layout=Layout(mesh, splits, at))
     return prod(sizes), tensors

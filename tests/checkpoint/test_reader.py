@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from checkpoint import ShardReader, verified_file
+from checkpoint import ShardReader, files, verified_file
 from checkpoint.boxes import Box
 from checkpoint.layout import Layout
 from checkpoint.reader import Slice
@@ -42,8 +42,9 @@ def test_any_slices_come_back_in_one_read(path: Path, data: st.DataObject) -> No
         offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
         sizes = tuple(data.draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True))
         # Twice as wide, so that rows of the target do not follow each other.
-        wide = torch.zeros((*sizes[:-1], sizes[-1] * 2) if sizes else (), dtype=whole[name].dtype)
-        out = wide[..., ::2] if sizes and data.draw(st.booleans()) else torch.zeros(sizes, dtype=whole[name].dtype)
+        is_wide = bool(sizes) and data.draw(st.sampled_from([True, False]))
+        out = torch.zeros((*sizes[:-1], sizes[-1] * 2) if is_wide else sizes, dtype=whole[name].dtype)
+        out = out[..., ::2] if is_wide else out
         slices.append(Slice(name, offsets, out))
         expected.append(part(whole[name], Box(offsets, sizes)))
     ShardReader(path).prepare(slices).run()
@@ -78,7 +79,7 @@ def bytes_read(path: Path, slices: Sequence[Slice]) -> int:
         return counts[-1]
 
     preadv = os.preadv
-    with patch.object(verified_file.os, "preadv", count):
+    with patch.object(os, "preadv", count):
         prepared.run()
     return sum(counts)
 
@@ -121,7 +122,7 @@ def test_column_shards_read_no_block_that_they_do_not_touch(tmp_path: Path) -> N
 
 def test_no_file_is_opened_that_holds_nothing_of_a_slice(path: Path) -> None:
     opened = []
-    original = verified_file.open_plain
+    original = files.open_plain
 
     def record(file: Path) -> tuple[int, int]:
         opened.append(file.name)
