@@ -89,7 +89,8 @@ def test_high_norms_of_tiny_and_of_huge_gradients_neither_vanish_nor_overflow() 
     shares = elements / largest
     for found in run_ranks(4, norms_of_scaled_gradients):
         for (scale, norm_type), (before, after) in found.items():
-            assert before == pytest.approx(scale * largest * (shares**norm_type).sum().item() ** (1 / norm_type), rel=1e-6)
+            norm = scale * largest * (shares**norm_type).sum().item() ** (1 / norm_type)
+            assert before == pytest.approx(norm, rel=1e-6)
             # The bound is half the norm, less the usual 1e-6 where that is not small beside it.
             assert after == pytest.approx(before / 2 / (1 + 1e-6 / before), rel=1e-5), (scale, norm_type)
 
