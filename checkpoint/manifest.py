@@ -21,7 +21,8 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 FILE_NAME = re.compile(r"rank-(\d{5,9})\.safetensors")
 BLOCK_BYTES = 16 << 10
 """Bytes under one digest. Reading half of a tensor reads two half blocks too many; hashing is as fast with as few."""
-MAX_BLOCK_BYTES = 1 << 24
+MAX_BLOCK_BYTES = 4 << 20
+"""As many as are read at a time."""
 MAX_BYTES = 32 << 20
 """Size of a manifest, some hundred thousand tensors; parsing takes about 30 times its size of memory at worst."""
 MAX_RANKS = 1 << 20

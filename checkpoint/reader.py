@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.boxes import Box
+from checkpoint.extents import READ_BYTES, Part, Transfer, parts_of, runs
 from checkpoint.files import read_manifest
 from checkpoint.manifest import Manifest, file_name
 from checkpoint.owners import Owners, Piece
@@ -23,9 +23,6 @@ from checkpoint.verified_file import Extent, VerifiedFile
 
 T = TypeVar("T")
 
-READ_BYTES = 4 << 20
-"""Bytes of one read at most, also of memory that a read takes beside its target."""
-MAX_EXTENTS = 400
 NUM_THREADS = 2
 """One waits for the disk while the other hashes."""
 FILES_AT_ONCE = 32
@@ -51,46 +48,10 @@ class Slice:
         return Box(self.offsets, tuple(self.out.shape))
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Values of a file that begin at a byte, and the memory that takes them.
-
-    `strides` says how many values apart in the file are neighbours along each dim.
-    """
-
-    start: int
-    out: Tensor
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """From the first value to the last, with all that lies in between."""
-        steps = sum((size - 1) * stride for size, stride in zip(self.out.shape, self.strides, strict=True))
-        return (1 + steps) * self.dtype.itemsize
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether the bytes of the file can go straight to where they belong."""
-        out = self.out
-        same = out.dtype == self.dtype and out.device.type == "cpu" and out.is_contiguous()
-        return same and self.num_bytes == out.nbytes
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """Bytes of a file from `start` to `stop`, read into `memory` or, where that is None, into scratch."""
-
-    start: int
-    stop: int
-    memory: memoryview | None
-    part: _Part
-
-
 @dataclass
 class _FilePlan:
     file: VerifiedFile
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
 
 class Reads:
@@ -112,7 +73,7 @@ class Reads:
                 work, num_bytes = list[Callable[[], None]](), 0
                 for plan in self._plans[first : first + FILES_AT_ONCE]:
                     stack.enter_context(plan.file)
-                    for run in _runs(plan.parts, plan.file.block_bytes):
+                    for run in runs(plan.parts, plan.file.block_bytes):
                         work.append(partial(_read, plan.file, run))
                         num_bytes += run[-1].stop - run[0].start
                 for _ in in_threads(work, num_bytes):
@@ -209,7 +170,7 @@ class ShardReader:
                 shared = piece.box.overlap(each.box)
                 if shared is not None:
                     values, within = self.check_entry(plan.file, piece), shared.within(piece.box)
-                    plan.parts.extend(_parts(values, within, _narrow(each, shared), plan.file.block_bytes))
+                    plan.parts.extend(parts_of(values, within, _narrow(each, shared), plan.file.block_bytes))
         return Reads([plans[rank] for rank in sorted(plans)])
 
     def file(self, rank: int) -> VerifiedFile:
@@ -267,61 +228,7 @@ def _narrow(whole: Slice, box: Box) -> Tensor:
     return out
 
 
-def _parts(values: StoredValues, box: Box, out: Tensor, block_bytes: int) -> Iterator[_Part]:
-    """Cuts a box of a stored tensor into reads, each of neighbouring bytes as far as that saves reading others."""
-    strides = tuple(prod(values.shape[dim + 1 :]) for dim in range(len(values.shape)))
-    start = values.start + values.dtype.itemsize * sum(a * b for a, b in zip(box.offsets, strides, strict=True))
-    yield from _cut(_Part(start, out, strides, values.dtype), block_bytes)
-
-
-def _cut(part: _Part, block_bytes: int) -> Iterator[_Part]:
-    """Cuts where a block or more lies between two rows, and what goes through scratch memory into pieces of it."""
-    out, itemsize = part.out, part.dtype.itemsize
-    dim = next((dim for dim, size in enumerate(out.shape) if size > 1), None)
-    if dim is None or part.is_direct:
-        yield part
-        return
-    row_bytes = part.strides[dim] * itemsize
-    # Between rows of an outer dim lies at least as much as between those of an inner one.
-    gap_bytes = row_bytes - (part.num_bytes - (out.shape[dim] - 1) * row_bytes)
-    if gap_bytes < block_bytes and part.num_bytes <= READ_BYTES:
-        yield part
-        return
-    rows = 1 if gap_bytes >= block_bytes else max(1, READ_BYTES // row_bytes)
-    for first in range(0, out.shape[dim], rows):
-        inner = out.narrow(dim, first, min(rows, out.shape[dim] - first))
-        yield from _cut(_Part(part.start + first * row_bytes, inner, part.strides, part.dtype), block_bytes)
-
-
-def _runs(parts: list[_Part], block_bytes: int) -> Iterator[list[_Transfer]]:
-    """Gathers reads of one file that lie close together, so that each is one call and reads no block twice."""
-    run: list[_Transfer] = []
-    for each in sorted(_transfers(parts, block_bytes), key=lambda each: each.start):
-        if run:
-            near = 0 <= each.start - run[-1].stop < block_bytes and each.stop - run[0].start <= READ_BYTES
-            if not near or len(run) == MAX_EXTENTS:
-                yield run
-                run = []
-        run.append(each)
-    if run:
-        yield run
-
-
-def _transfers(parts: list[_Part], block_bytes: int) -> Iterator[_Transfer]:
-    for part in parts:
-        stop = part.start + part.num_bytes
-        if not part.is_direct:
-            yield _Transfer(part.start, stop, None, part)
-            continue
-        memory, start = memory_of(part.out), part.start
-        while start < stop:
-            # At the border of a block, so that no block is read for two reads.
-            end = min((start + READ_BYTES) // block_bytes * block_bytes, stop)
-            yield _Transfer(start, end, memory[start - part.start : end - part.start], part)
-            start = end
-
-
-def _read(file: VerifiedFile, run: list[_Transfer]) -> None:
+def _read(file: VerifiedFile, run: list[Transfer]) -> None:
     """Reads what lies close together, then hands on what went through scratch memory."""
     scratch = {
         index: torch.empty(each.stop - each.start, dtype=torch.uint8)

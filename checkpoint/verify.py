@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
 
+from checkpoint.extents import READ_BYTES
 from checkpoint.manifest import FILE_NAME, Manifest, digests_name
-from checkpoint.reader import READ_BYTES, ShardReader, in_threads
+from checkpoint.reader import ShardReader, in_threads
 from checkpoint.verified_file import VerifiedFile
 
 MAX_LISTED = 40
