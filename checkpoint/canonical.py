@@ -59,26 +59,26 @@ class CanonicalTensors(Mapping[str, Tensor]):
 
     def shape(self, name: str) -> torch.Size:
         """The shape of one of them, without making it."""
-        held, fqn = self._held[name], _fqn_of(name)
+        held, fqn = self._held[name], fqn_of(name)
         return self._backend.whole_shape(fqn, self._parameters[fqn]) if self._is_split(name) else held.shape
 
     def fill_held(self) -> None:
         """Fills what the rank holds from what has been filled in here; ranks call this together."""
         for name, held in self._held.items():
             if self._is_split(name):
-                self._backend.from_canonical(_fqn_of(name), self._tensors[name], held)
+                self._backend.from_canonical(fqn_of(name), self._tensors[name], held)
 
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
         return {
-            name: self._backend.to_canonical(_fqn_of(name), held) if self._is_split(name) else held
+            name: self._backend.to_canonical(fqn_of(name), held) if self._is_split(name) else held
             for name, held in self._held.items()
         }
 
     def _is_split(self, name: str) -> bool:
         """Whether a tensor is a parameter or laid out like one; counts of steps are not."""
         held = self._held[name]
-        return held.dim() > 0 and held.shape == self._parameters[_fqn_of(name)].shape
+        return held.dim() > 0 and held.shape == self._parameters[fqn_of(name)].shape
 
 
 def by_fqn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -88,5 +88,10 @@ def by_fqn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _fqn_of(name: str) -> str:
+def fqn_of(name: str) -> str:
+    """The parameter that a canonical name is about.
+
+    Args:
+        name: `model.<fqn>` or `optimizer.<fqn>.<entry>`.
+    """
     return name.removeprefix(MODEL_PREFIX) if name.startswith(MODEL_PREFIX) else optimizer_state.split_name(name)[0]

@@ -1,13 +1,15 @@
 """Compares the optimizer of a checkpoint with the one that it is to be loaded into."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from checkpoint.optimizer_state import PREFIX, SWITCHES, OptimizerState, split_name
 
 
-def optimizer_differences(saved: Mapping[str, Any], current: OptimizerState) -> list[str]:
+def optimizer_differences(
+    saved: Mapping[str, Any], current: OptimizerState, elsewhere: Collection[str] = ()
+) -> list[str]:
     """How a saved optimizer differs from one that is there, in class, groups and hyperparameters.
 
     Values of numbers may differ, since a load takes them over. Booleans may not: they choose another algorithm.
@@ -15,6 +17,7 @@ def optimizer_differences(saved: Mapping[str, Any], current: OptimizerState) -> 
     Args:
         saved: `optimizer` of a manifest's header, trusted in nothing.
         current: The optimizer to load into.
+        elsewhere: Fqns of parameters that optimizers of other ranks hold.
 
     Returns:
         One line for each difference; empty if the optimizer can go on from what was saved.
@@ -22,7 +25,9 @@ def optimizer_differences(saved: Mapping[str, Any], current: OptimizerState) -> 
     groups: Any = saved.get("groups")
     if not _well_formed(groups):
         return ["the checkpoint's optimizer groups are malformed"]
-    lines = _class_differences(saved.get("class"), current.class_name) + _split_differences(groups, current.groups)
+    lines = _class_differences(saved.get("class"), current.class_name) + _split_differences(
+        groups, current.groups, elsewhere
+    )
     if lines:
         # Hyperparameters of another class or of other groups have nothing to be held against.
         return lines
@@ -87,8 +92,10 @@ def _class_differences(saved: Any, current: str) -> list[str]:
     return [] if saved == current else [f"class {saved} in the checkpoint, {current} in the optimizer"]
 
 
-def _split_differences(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[str]:
-    before = {fqn: index for index, group in enumerate(saved) for fqn in group["params"]}
+def _split_differences(
+    saved: list[dict[str, Any]], current: list[dict[str, Any]], elsewhere: Collection[str]
+) -> list[str]:
+    before = {fqn: index for index, group in enumerate(saved) for fqn in group["params"] if fqn not in elsewhere}
     now = {fqn: index for index, group in enumerate(current) for fqn in group["params"]}
     lines = [
         f"{fqn}: group {before.get(fqn, 'none')} in the checkpoint, group {now.get(fqn, 'none')} in the optimizer"

@@ -1,13 +1,13 @@
 """Reads an optimizer into canonical names and puts saved values back, without ever stepping it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from checkpoint.strict_json import Json, to_json
+from checkpoint.strict_json import Json, dumps, to_json
 
 PREFIX = "optimizer."
 
@@ -72,6 +72,30 @@ def read(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter
                 else:
                     state.scalars[name] = to_json(value, name)
     return state
+
+
+def merge(parts: Sequence[tuple[Collection[str], Mapping[str, Any] | None]]) -> dict[str, Any] | None:
+    """One description of an optimizer out of those of ranks that hold different parameters.
+
+    Args:
+        parts: Names of the parameters that a rank holds, and how a header describes its optimizer.
+
+    Returns:
+        What the header of all says; None where they differ in more than the parameters that they hold.
+    """
+    described = [each for _, each in parts if each is not None]
+    alike = {dumps([each["class"], [group["hyperparameters"] for group in each["groups"]]]) for each in described}
+    if len(described) < len(parts) or len(alike) != 1:
+        return None
+    merged = []
+    for groups in zip(*(each["groups"] for each in described), strict=True):
+        params = list(dict.fromkeys(fqn for group in groups for fqn in group["params"]))
+        for (held, _), group in zip(parts, groups, strict=True):
+            if set(params) & set(held) != set(group["params"]):
+                return None
+        merged.append({**groups[0], "params": params})
+    scalars = {name: value for each in described for name, value in each["scalars"].items()}
+    return {"class": described[0]["class"], "groups": merged, "scalars": scalars}
 
 
 def split_name(name: str) -> tuple[str, str]:

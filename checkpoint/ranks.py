@@ -130,6 +130,20 @@ class Ranks:
             dist.broadcast_object_list(values, src=source, group=self.group)
         return values[0]
 
+    def distinct(self, value: T, digest: str) -> dict[tuple[int, ...], T]:
+        """Every distinct value, by the ranks that have it; values travel only where there are several.
+
+        Args:
+            value: This rank's.
+            digest: Its hash.
+        """
+        by_digest: dict[str, list[int]] = {}
+        for rank, each in enumerate(self.gather(digest)):
+            by_digest.setdefault(each, []).append(rank)
+        if len(by_digest) == 1:
+            return {tuple(range(self.size)): value}
+        return {tuple(holders): self.broadcast(value, source=holders[0]) for holders in by_digest.values()}
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank."""
         if not self.is_distributed:

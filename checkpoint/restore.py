@@ -1,15 +1,15 @@
 """Holds a training state against a manifest, and fills it from one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpoint import optimizer_fit, optimizer_state, random_state
-from checkpoint.canonical import MODEL_PREFIX, CanonicalTensors
+from checkpoint.canonical import MODEL_PREFIX, CanonicalTensors, fqn_of
 from checkpoint.differences import Differences
 from checkpoint.layout import local_box
 from checkpoint.manifest import Manifest
@@ -23,6 +23,8 @@ Part = Literal["model", "optimizer", "progress", "rng"]
 """`progress` is step, num_tokens and everything stateful."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,14 @@ class _Like:
 class Restore:
     """One load of one checkpoint into one training state: `check`, `slices`, `begin`, `finish`, in this order."""
 
-    def __init__(self, state: TrainState, manifest: Manifest, ranks: Ranks, options: LoadOptions) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        manifest: Manifest,
+        ranks: Ranks,
+        options: LoadOptions,
+        elsewhere: Collection[str] = (),
+    ) -> None:
         """Looks at the state; changes nothing in it.
 
         Args:
@@ -71,10 +80,12 @@ class Restore:
             manifest: What there is to fill it with.
             ranks: Ranks of this load.
             options: What to fill; the rest stays as it is.
+            elsewhere: Fqns of parameters that other ranks fill, those of other pipeline stages.
         """
         self.state, self.manifest, self.ranks, self.options = state, manifest, ranks, options
         self.parts, self.selection = options.parts, Selection(options.keys)
-        self.stored = self.selection.stored(manifest.tensors)
+        self.elsewhere = elsewhere
+        self.stored = self._own(self.selection.stored(manifest.tensors))
         self.unfit: set[str] = set()
         self.parameters = state.trained.named_parameters()
         self.optimizer = state.optimizer if "optimizer" in self.parts else None
@@ -95,7 +106,7 @@ class Restore:
         stored = self.stored | {
             name: self.manifest.tensors[name] for name in self._generators() if name in self.manifest.tensors
         }
-        self.selection.check(wanted, self.stored)
+        self.selection.check(wanted, self.selection.stored(self.manifest.tensors))
         prefixes = {"model": MODEL_PREFIX, "optimizer": optimizer_state.PREFIX}
         chosen = tuple(prefix for part, prefix in prefixes.items() if part in self.parts)
         differences.missing.extend(name for name in wanted if name not in stored)
@@ -248,7 +259,7 @@ class Restore:
             if self.optimizer is not None:
                 differences.optimizer.append("the checkpoint has no optimizer, the state to load has one")
             return
-        differences.optimizer.extend(optimizer_fit.optimizer_differences(saved, self.current))
+        differences.optimizer.extend(optimizer_fit.optimizer_differences(saved, self.current, self.elsewhere))
         scalars, optimized = self._scalars(), self._optimized()
         needed = [name for name in self.current.scalars if self.selection.takes(name)]
         differences.missing.extend(name for name in needed if name not in scalars)
@@ -263,7 +274,11 @@ class Restore:
         """The saved state of the optimizer that is no tensor, as far as it is to be filled, by the state's names."""
         saved = self.manifest.header.optimizer
         scalars = _mapping(None if saved is None else saved.get("scalars"))
-        return self.selection.stored(scalars)
+        return self._own(self.selection.stored(scalars))
+
+    def _own(self, entries: Mapping[str, T]) -> dict[str, T]:
+        """Those that no other rank fills alone."""
+        return {name: entry for name, entry in entries.items() if fqn_of(name) not in self.elsewhere}
 
     def _fills(self, name: str) -> bool:
         return self.selection.takes(name) and name not in self.unfit

@@ -3,12 +3,14 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from checkpoint import files, steps, writer
+from checkpoint import files, optimizer_state, steps, writer
+from checkpoint.canonical import MODEL_PREFIX
 from checkpoint.differences import Differences
 from checkpoint.manifest import MANIFEST_NAME, Manifest
 from checkpoint.ranks import Ranks
@@ -16,7 +18,8 @@ from checkpoint.reader import ShardReader
 from checkpoint.restore import PARTS, LoadOptions, Part, Restore
 from checkpoint.retention import Retention
 from checkpoint.selection import Keys
-from checkpoint.state import TrainState, flatten
+from checkpoint.state import FlatState, TrainState, flatten
+from checkpoint.strict_json import digest, to_json
 from checkpoint.writer import SavePlan
 
 T = TypeVar("T")
@@ -50,9 +53,18 @@ def plan(folder: Path, state: TrainState, ranks: Ranks) -> SavePlan:
     Raises:
         ValueError: As `save`.
     """
-    flat = ranks.together(f"save into {folder}", lambda: flatten(state, ranks.size))
+    flat = _of_all_stages(ranks.together(f"save into {folder}", lambda: flatten(state, ranks.size)), ranks)
     ranks.require_equal(flat.digests())
     return writer.plan(flat, ranks)
+
+
+def _of_all_stages(flat: FlatState, ranks: Ranks) -> FlatState:
+    """The state with a header that describes the optimizer of all pipeline stages, where there are several."""
+    held = sorted(name.removeprefix(MODEL_PREFIX) for name in flat.tensors if name.startswith(MODEL_PREFIX))
+    own = held, flat.header.optimizer
+    parts = ranks.distinct(own, digest(to_json(own, "optimizer")))
+    merged = optimizer_state.merge(list(parts.values())) if len(parts) > 1 else None
+    return flat if merged is None else replace(flat, header=replace(flat.header, optimizer=merged))
 
 
 def commit(folder: Path, planned: SavePlan, retention: Retention | None, ranks: Ranks) -> Path:
@@ -153,7 +165,9 @@ def _load(found: Path, text: bytes, state: TrainState, options: LoadOptions, ran
             raise DamagedError(str(error)) from error
 
     manifest = undamaged(lambda: Manifest.from_text(text, str(found / MANIFEST_NAME)))
-    restore = ranks.together(where, lambda: Restore(state, manifest, ranks, options))
+    held = ranks.together(where, lambda: list(state.trained.named_parameters()))
+    elsewhere = frozenset(chain(*ranks.distinct(held, digest(to_json(held, "parameters"))).values())) - set(held)
+    restore = ranks.together(where, lambda: Restore(state, manifest, ranks, options, elsewhere))
     differences = ranks.together(where, lambda: _checked(found, restore))
     reads = undamaged(lambda: ShardReader(found, manifest).prepare(restore.slices()))
     try:

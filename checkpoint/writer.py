@@ -47,7 +47,8 @@ def plan(flat: FlatState, ranks: Ranks) -> SavePlan:
     """
     what = "describe the state"
     own = ranks.together(what, lambda: _describe(flat, ranks.size))
-    described = _exchange(own, ranks)
+    digest = strict_json.digest({name: repr(tensor) for name, tensor in own.items()})
+    described = ranks.distinct(own, digest)
     tensors = ranks.together(what, lambda: _merge(described, ranks.size))
     parts = ranks.together(what, lambda: _parts(flat, tensors, ranks.rank))
     return SavePlan(header=flat.header, tensors=tensors, parts=parts)
@@ -137,17 +138,6 @@ def _describe(flat: FlatState, world_size: int) -> dict[str, StoredTensor]:
         shape = (world_size, *row.shape)
         described[name] = StoredTensor(dtype=row.dtype, shape=shape, layout=stacked(world_size))
     return described
-
-
-def _exchange(own: dict[str, StoredTensor], ranks: Ranks) -> dict[tuple[int, ...], dict[str, StoredTensor]]:
-    """Every distinct description, by the ranks that gave it."""
-    digest = strict_json.digest({name: repr(tensor) for name, tensor in own.items()})
-    by_digest: dict[str, list[int]] = {}
-    for rank, each in enumerate(ranks.gather(digest)):
-        by_digest.setdefault(each, []).append(rank)
-    if len(by_digest) == 1:
-        return {tuple(range(ranks.size)): own}
-    return {tuple(holders): ranks.broadcast(own, source=holders[0]) for holders in by_digest.values()}
 
 
 def _merge(described: Mapping[tuple[int, ...], Mapping[str, StoredTensor]], world_size: int) -> dict[str, StoredTensor]:
