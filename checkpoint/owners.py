@@ -11,6 +11,9 @@ import torch
 from checkpoint.boxes import Box, intervals
 from checkpoint.layout import Axes, Layout
 
+MIN_STRETCH_BYTES = 256 << 10
+"""Less than that is not shared out: a thousand counts of steps in a thousand files would take long to read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
@@ -55,9 +58,9 @@ class Owners:
     """The parts of all tensors of a checkpoint and who writes them.
 
     Ranks that hold the same parts of the same tensors lay the bytes of those on one line, in the order of names, and
-    cut it into as many equal stretches as they are; a cut between two rows of a tensor goes to the nearer one. Each
-    rank finds its stretch by a running sum over its own tensors: nothing is exchanged, and the cost on a rank grows
-    with the number of tensors, not with that times the ranks.
+    cut it into as many equal stretches as they are, or fewer where it is short; a cut between two rows of a tensor
+    goes to the nearer one. Each rank finds its stretch by a running sum over its own tensors: nothing is exchanged,
+    and the cost on a rank grows with the number of tensors, not with that times the ranks.
     """
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
@@ -159,7 +162,8 @@ class _Group:
         num_bytes = prod(box.sizes) * self.tensors[name].dtype.itemsize
         dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), 0)
         rows = box.sizes[dim] if box.sizes else 1
-        return _Cuts(starts[name], num_bytes // rows, rows, dim, total, self.num_replicas)
+        parts = min(self.num_replicas, max(total // MIN_STRETCH_BYTES, 1))
+        return _Cuts(starts[name], num_bytes // rows, rows, dim, total, parts)
 
     def _line(self, coordinates: Mapping[str, int]) -> tuple[dict[str, int], int]:
         """Where on the line of some coordinates each tensor starts, and how long the line is."""

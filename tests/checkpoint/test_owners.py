@@ -1,19 +1,31 @@
 """Who writes what follows from mesh and splits alone."""
 
 import time
+from collections.abc import Iterator
 from math import prod
+from typing import TypeVar
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from checkpoint import owners, writer
 from checkpoint.boxes import Box, chunk, intervals, whole
 from checkpoint.layout import Layout, part_of_job, replicated
 from checkpoint.manifest import Header, Manifest, StoredFile, file_name
 from checkpoint.owners import Owners, Piece, StoredTensor
+from checkpoint.ranks import Ranks
+from checkpoint.state import FlatState
 from tests.checkpoint.folders import part
 
+T = TypeVar("T")
 AXES = ("a", "b", "c", "d")
 
 
@@ -38,14 +50,23 @@ def stored_tensors(draw: st.DrawFn) -> tuple[int, dict[str, StoredTensor]]:
     return prod(sizes), tensors
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.fixture(autouse=True, params=[1, owners.MIN_STRETCH_BYTES], ids=["all shared out", "as saved"])
+def min_stretch(request: pytest.FixtureRequest) -> Iterator[None]:
+    with patch.object(owners, "MIN_STRETCH_BYTES", request.param):
+        yield
+
+
+ANY_STRETCH = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@ANY_STRETCH
 @given(stored_tensors())
 def test_what_all_ranks_write_makes_up_each_tensor_once(case: tuple[int, dict[str, StoredTensor]]) -> None:
     world_size, tensors = case
-    owners = Owners(tensors)
+    found_by = Owners(tensors)
     counts = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in tensors.items()}
     for rank in range(world_size):
-        for piece in owners.of_rank(rank):
+        for piece in found_by.of_rank(rank):
             assert piece.rank == rank
             assert tensors[piece.name].layout.holds(rank)
             held = held_box(tensors[piece.name], rank)
@@ -58,14 +79,14 @@ def held_box(tensor: StoredTensor, rank: int) -> Box:
     return tensor.layout.box(tensor.shape, {axis: tensor.layout.coordinate(rank, axis) for axis in tensor.layout.sizes})
 
 
-@settings(max_examples=150, deadline=None)
+@ANY_STRETCH
 @given(stored_tensors(), st.data())
 def test_a_reader_finds_exactly_the_pieces_that_were_written(
     case: tuple[int, dict[str, StoredTensor]], data: st.DataObject
 ) -> None:
     world_size, tensors = case
-    owners = Owners(tensors)
-    written = [piece for rank in range(world_size) for piece in owners.of_rank(rank)]
+    found_by = Owners(tensors)
+    written = [piece for rank in range(world_size) for piece in found_by.of_rank(rank)]
     for name, tensor in tensors.items():
         offsets = tuple(data.draw(st.integers(0, size)) for size in tensor.shape)
         sizes = tuple(
@@ -73,10 +94,10 @@ def test_a_reader_finds_exactly_the_pieces_that_were_written(
         )
         box = Box(offsets, sizes)
         expected = {piece for piece in written if piece.name == name and piece.box.overlap(box) is not None}
-        assert set(owners.overlapping(name, box)) == expected
+        assert set(found_by.overlapping(name, box)) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@ANY_STRETCH
 @given(st.integers(0, 40), st.lists(st.integers(1, 5), max_size=3))
 def test_intervals_are_those_of_chunk_after_chunk(size: int, parts: list[int]) -> None:
     expected = [torch.arange(size)]
@@ -138,8 +159,8 @@ MESHES = {
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_busiest_rank_writes_at_most_a_twentieth_more_than_the_mean(mesh: str) -> None:
     tensors = llama(MESHES[mesh], num_layers=2)
-    owners = Owners(tensors)
-    written = [sum(num_bytes(piece, tensors) for piece in owners.of_rank(rank)) for rank in range(8)]
+    found_by = Owners(tensors)
+    written = [sum(num_bytes(piece, tensors) for piece in found_by.of_rank(rank)) for rank in range(8)]
     assert sum(written) == sum(tensor.num_bytes for tensor in tensors.values())
     assert max(written) <= 1.05 * sum(written) / 8
 
@@ -159,15 +180,48 @@ def test_a_plan_of_1024_ranks_and_1000_tensors_is_cheap_and_its_manifest_small()
     assert len(text) < 10 << 20
     # A rank of another layout, of half as many ranks, finds what it has to read.
     start_s = time.process_time()
-    owners = Owners(Manifest.from_text(text.encode(), "here").tensors)
+    found_by = Owners(Manifest.from_text(text.encode(), "here").tensors)
     now = Layout((("fsdp", 512),), (("fsdp", 0),))
     found = [
         piece
         for name, tensor in tensors.items()
-        for piece in owners.overlapping(name, now.box(tensor.shape, {"fsdp": 300}) if tensor.shape else whole(()))
+        for piece in found_by.overlapping(name, now.box(tensor.shape, {"fsdp": 300}) if tensor.shape else whole(()))
     ]
     assert time.process_time() - start_s < 2
-    assert len({piece.rank for piece in found}) < 64
+    if owners.MIN_STRETCH_BYTES > 1:
+        assert len({piece.rank for piece in found}) < 64
+
+
+class Alike(Ranks):
+    """Ranks that all say the same."""
+
+    def gather(self, value: T) -> list[T]:
+        return [value] * self.size
+
+
+def test_a_rank_of_1024_plans_a_save_of_1000_tensors_on_a_3d_mesh_in_time() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=777, world_size=1024)
+    try:
+        mesh = DeviceMesh("cpu", torch.arange(1024).view(4, 64, 4), mesh_dim_names=("dp_replicate", "fsdp", "tp"))
+        # As fully_shard places what tensor parallelism has cut along the same dim.
+        placements = (Replicate(), _StridedShard(0, split_factor=4), Shard(0))
+        tensors = {
+            f"model.{number}": DTensor.from_local(
+                torch.empty(16, 64), mesh, placements, run_check=False, shape=torch.Size((4096, 64)), stride=(64, 1)
+            )
+            for number in range(1000)
+        }
+        header = Header(step=1, num_tokens=1, world_size=1024)
+        flat = FlatState(tensors=tensors, per_rank={"rng.cpu": torch.get_rng_state()}, header=header)
+        start_s = time.process_time()
+        plan = writer.plan(flat, Alike())
+        assert time.process_time() - start_s < 2
+    finally:
+        dist.destroy_process_group()
+    axes = (("dp_replicate", 4), ("fsdp", 64), ("tp", 4))
+    assert plan.tensors["model.0"].layout == Layout(axes, (("tp", 0), ("fsdp", 0)))
+    # One replica in four writes each tensor, but for those that a cut falls into.
+    assert 250 <= len(plan.parts) <= 253
 
 
 def test_the_cost_of_a_plan_grows_with_tensors_but_not_with_ranks() -> None:
