@@ -39,8 +39,9 @@ def forget_load(trained: "Trained") -> None:
         trained: What is about to take a step.
     """
     trained.expert_load = None
-    if isinstance(trained.source, HasExperts):
-        trained.source.take_expert_load()
+    for part in trained.parts:
+        if isinstance(part, HasExperts):
+            part.take_expert_load()
 
 
 def sum_load(trained: "Trained") -> tuple[tuple[int, ...], ...] | None:
@@ -51,10 +52,23 @@ def sum_load(trained: "Trained") -> tuple[tuple[int, ...], ...] | None:
     """
     if not isinstance(trained.source, HasExperts):
         return None
-    load = trained.source.take_expert_load().to(trained.mesh.device)
+    loads = [part.take_expert_load() for part in trained.parts if isinstance(part, HasExperts)]
+    load = torch.cat([each.to(trained.mesh.device) for each in loads])
     dist.all_reduce(load, group=trained.mesh.group("loss"))
     trained.expert_load = load
+    if trained.mesh.degree("pp") > 1:
+        load = _of_all_stages(trained, load)
     return tuple(tuple(layer) for layer in load.tolist())
+
+
+def _of_all_stages(trained: "Trained", load_LE: Tensor) -> Tensor:
+    """The load of every layer, out of those of this rank's pipeline stages."""
+    own = dict(trained.source.named_modules())
+    layers = [block.fqn for block in trained.plan.blocks if block.has_experts]
+    whole_LE = load_LE.new_zeros(len(layers), load_LE.shape[1])
+    whole_LE[[index for index, fqn in enumerate(layers) if fqn in own]] = load_LE
+    dist.all_reduce(whole_LE, group=trained.mesh.group("pp"))
+    return whole_LE
 
 
 @torch.no_grad()

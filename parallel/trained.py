@@ -62,6 +62,11 @@ class Trained:
         """Where parameters are stored: the mesh's device, or host memory under CPU offload."""
         return torch.device("cpu") if self.config.sharding.cpu_offload else self.mesh.device
 
+    @property
+    def parts(self) -> list[nn.Module]:
+        """What this rank calls: the model, or its stages of a pipeline."""
+        return [*self.model.stages.values()] if isinstance(self.model, Pipeline) else [self.source]
+
     def wrap_after_materialize(self) -> None:
         """Wraps the model where the backend needs real values; `materialize` calls this."""
         if not self._wrapped:

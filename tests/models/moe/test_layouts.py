@@ -9,7 +9,7 @@ import torch
 
 from checkpoint import TrainState, load, save
 from parallel import ParallelConfig
-from tests.models.moe.small_moe import MODELS, MoeRun, build, train
+from tests.models.moe.small_moe import DEEP, MODELS, MoeRun, build, train
 from tests.parallel.small_model import adamw, batches, difference, sgd, whole_parameters
 from tests.ranks import run_ranks
 
@@ -23,6 +23,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "fsdp1-2": (2, {"data_parallel": "fsdp1"}, 1),
     "tp-2": (2, {"tp": 2, "sequence_parallel": False}, 2),
     "zero1-2": (2, {"data_parallel": "zero1"}, 1),
+    "pp-2": (2, {"pp": 2, "schedule": "1f1b"}, 4),
     "hybrid_shard-2x2": (4, {"strategy": "hybrid_shard", "dp_replicate": 2}, 2),
 }
 
@@ -30,7 +31,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
 @cache
 def one_process(model: str, optimizer: str) -> MoeRun:
     """The numbers to reach: one process, the global batch in one piece."""
-    (run,) = run_ranks(1, train, ParallelConfig(data_parallel="none"), OPTIMIZERS[optimizer][0], model, 1)
+    fields = MODELS.get(model, DEEP)
+    (run,) = run_ranks(1, train, ParallelConfig(data_parallel="none"), OPTIMIZERS[optimizer][0], fields, 1)
     return run
 
 
@@ -38,16 +40,27 @@ def one_process(model: str, optimizer: str) -> MoeRun:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_five_steps_equal_one_process(layout: str, model: str, optimizer: str) -> None:
-    world_size, fields, num_micro_batches = LAYOUTS[layout]
+    assert_parity(*LAYOUTS[layout], model, optimizer)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv_zero_bubble"])
+def test_stages_hand_on_the_balance_loss(schedule: str) -> None:
+    assert_parity(2, {"pp": 2, "schedule": schedule}, 4, "deep", "sgd")
+
+
+def assert_parity(world_size: int, fields: dict[str, Any], num_micro_batches: int, model: str, optimizer: str) -> None:
     factory, tolerance = OPTIMIZERS[optimizer]
-    runs = run_ranks(world_size, train, ParallelConfig(**fields), factory, model, num_micro_batches)
+    config = ParallelConfig(**fields)
+    runs = run_ranks(world_size, train, config, factory, MODELS.get(model, DEEP), num_micro_batches)
     assert all((run.losses, run.norms, run.loads) == (runs[0].losses, runs[0].norms, runs[0].loads) for run in runs)
     run, reference = runs[0], one_process(model, optimizer)
     assert run.loads == reference.loads
     assert difference(run.losses, reference.losses) < tolerance
     assert difference(run.norms, reference.norms) < tolerance
-    assert run.parameters.keys() == reference.parameters.keys()
-    worst = {fqn: difference(run.parameters[fqn], reference.parameters[fqn]) for fqn in reference.parameters}
+    # Each stage of a pipeline has its own.
+    parameters = {fqn: values for each in runs for fqn, values in each.parameters.items()}
+    assert parameters.keys() == reference.parameters.keys()
+    worst = {fqn: difference(parameters[fqn], reference.parameters[fqn]) for fqn in reference.parameters}
     assert max(worst.values()) < tolerance, worst
 
 
