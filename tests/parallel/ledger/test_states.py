@@ -15,7 +15,7 @@ from tests.parallel.small_model import adamw, batches, build
 from tests.ranks import run_ranks
 
 BF16 = Precision(compute="bfloat16", reduce="float32")
-VIEWS = ("fsdp", "dp_replicate", "tp")
+VIEWS = ("fsdp", "dp_replicate", "loss", "tp")
 
 
 def measured(fields: dict[str, Any], model: dict[str, Any]) -> tuple[Moments, Moments]:
