@@ -24,11 +24,11 @@ PLAN = ParallelPlan(
 
 LAYOUTS = {
     "fsdp 2": ParallelConfig(dp_shard=2),
-    "tp 2": ParallelConfig(tp=2, dp_shard=1),
+    "tp 2": ParallelConfig(tp=2, dp_shard=1, sequence_parallel=False),
     "fsdp 3": ParallelConfig(dp_shard=3),
-    "fsdp 2 x tp 2": ParallelConfig(dp_shard=2, tp=2),
+    "fsdp 2 x tp 2": ParallelConfig(dp_shard=2, tp=2, sequence_parallel=False),
     "hsdp 2 x 2": ParallelConfig(dp_replicate=2, dp_shard=2, strategy="hybrid_shard"),
-    "fsdp 3 x tp 2": ParallelConfig(dp_shard=3, tp=2),
+    "fsdp 3 x tp 2": ParallelConfig(dp_shard=3, tp=2, sequence_parallel=False),
 }
 """By name; "one process" stands for the layout without a process group."""
 
