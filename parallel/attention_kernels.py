@@ -1,7 +1,6 @@
 """Fused attention that also gives the log-sum-exp of its scores, by which results over parts of the keys add up."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # B batch, S queries, T keys, H query heads, G key-value heads (G divides H), K head_dim
@@ -49,7 +48,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool
         out, lse, *_ = _FLASH(q, k, v, 0.0, causal)
         return out, lse
     out, lse, *_ = _EFFICIENT(q, _repeated(k, q), _repeated(v, q), bias, True, 0.0, causal)
-    return out, lse[..., : q.shape[2]]
+    return out, lse.narrow(2, 0, q.shape[2])
 
 
 def attend_backward(
@@ -71,17 +70,18 @@ def attend_backward(
     Source: Dao et al. 2022, "FlashAttention", appendix B.2: probabilities follow from scores and log-sum-exp alone.
     """
     q, k, v = qkv
-    bias, lse = None if mask is None else _bias(mask, q), lse.contiguous()
+    bias = None if mask is None else _bias(mask, q)
     if q.device.type == "cpu":
-        return _CPU_BACKWARD(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias)
+        return _CPU_BACKWARD(grad, q, k, v, out, lse.contiguous(), 0.0, causal, attn_mask=bias)
     unused = torch.zeros(2, dtype=torch.int64, device=q.device)  # the state of a dropout that there is not
     if _takes_flash(q, mask):
         lengths = q.shape[2], k.shape[2]
         flash: tuple[Tensor, Tensor, Tensor] = _FLASH_BACKWARD(
-            grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, unused, unused
+            grad, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, unused, unused
         )
         return flash
-    lse = F.pad(lse, (0, -q.shape[2] % _LSE_ALIGNMENT), value=torch.inf)
+    missing = lse.new_full((*lse.shape[:2], -q.shape[2] % _LSE_ALIGNMENT), torch.inf)
+    lse = torch.cat([lse, missing], dim=2)
     seed, offset = unused.unbind()
     grad_q, grad_k, grad_v, _ = _EFFICIENT_BACKWARD(
         grad, q, _repeated(k, q), _repeated(v, q), bias, out, lse, seed, offset, 0.0, [True, True, True, False], causal
@@ -104,5 +104,6 @@ def _bias(mask: Tensor, q: Tensor) -> Tensor:
     if q.device.type == "cpu":
         return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, hidden)
     num_keys = mask.shape[-1]
-    bias = F.pad(torch.zeros_like(mask, dtype=q.dtype), (0, -num_keys % _BIAS_ALIGNMENT))[..., :num_keys]
-    return bias.masked_fill_(~mask, hidden).expand(q.shape[0], q.shape[1], -1, -1)
+    row = num_keys + -num_keys % _BIAS_ALIGNMENT
+    bias = mask.new_zeros((*mask.shape[:-1], row), dtype=q.dtype).narrow(-1, 0, num_keys)
+    return bias.masked_fill_(mask.logical_not(), hidden).expand(q.shape[0], q.shape[1], -1, -1)

@@ -85,10 +85,16 @@ class GenerateCommand:
     def layout(self) -> ParallelConfig:
         """The layout to sample with: a step of one token cannot be split along the sequence, nor is it worth compiling.
 
-        The weights of a layout are the same with and without sequence parallelism.
+        The weights of a layout are the same with and without sequence parallelism, and ranks that would share a
+        sequence hold parameters as those of dp_shard, or dp_replicate, do.
         """
+        axis = "dp_replicate" if self.parallel.resolved_strategy == "no_shard" else "dp_shard"
+        degree = getattr(self.parallel, axis)
         return replace(
             self.parallel,
+            **{axis: degree if degree == -1 else degree * self.parallel.cp},
+            cp=1,
+            cp_method=None,
             sequence_parallel=False,
             compile=False,
             activation_checkpointing="none",

@@ -157,7 +157,10 @@ def kv_cache(model: nn.Module, capacity: int) -> Iterator[KvCache]:
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     cores = [layer.core for layer in layers]
     if not layers or not all(isinstance(core, SdpaCore) for core in cores):
-        raise ValueError(f"a cache needs attention layers with a plain core; {type(model).__name__} has {cores[:1]}")
+        raise ValueError(
+            f"a cache needs attention layers with a plain core, but {type(model).__name__} has {cores[:1]}; lay the "
+            "model out without cp, whose ranks can shard parameters as dp_shard does"
+        )
     cache = KvCache(capacity)
     try:
         for layer in layers:

@@ -98,9 +98,9 @@ def model_parts(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) ->
     Raises:
         ValueError: If the layout has an axis whose traffic the ledger does not know.
     """
-    unknown = [f"{axis}={getattr(config, axis)}" for axis in ("pp", "cp", "ep") if getattr(config, axis) > 1]
+    unknown = [f"{axis}={getattr(config, axis)}" for axis in ("pp", "ep") if getattr(config, axis) > 1]
     if unknown:
-        raise ValueError(f"the ledger knows dp_replicate, dp_shard and tp; it cannot predict {', '.join(unknown)} yet")
+        raise ValueError(f"the ledger knows the axes of data, cp and tp; it cannot predict {', '.join(unknown)} yet")
     flattens = TRAITS[config.data_parallel].flattens
     chosen = choose_units(model, plan, config.sharding)
     # A flattened unit is one module; what is in others is left to the unit around them.
@@ -202,7 +202,7 @@ def num_shards(config: ParallelConfig) -> int:
     Args:
         config: The layout with every degree resolved.
     """
-    return config.dp_shard * config.cp
+    return 1 if config.resolved_strategy == "no_shard" else config.dp_shard * config.cp
 
 
 def is_unit_based(config: ParallelConfig) -> bool:

@@ -43,7 +43,7 @@ def predict_states(parts: ModelParts, coordinates: Mapping[str, int]) -> Moments
 
     Args:
         parts: The model in its layout.
-        coordinates: Place of the rank along `fsdp`, `dp_replicate` and `tp`, from 0.
+        coordinates: Place of the rank along `fsdp`, `loss` and `tp`, from 0.
     """
     held = sum(_stored(unit.parameters, parts.config, coordinates) for unit in parts.units)
     gradients = sum(_stored(_with_gradients(unit, parts.config), parts.config, coordinates) for unit in parts.units)
@@ -86,7 +86,7 @@ def _in_own_rows(parameter: ParameterSpec, config: ParallelConfig, coordinates: 
     local = parameter.split(config.tp, coordinates["tp"])
     ranks, rank = num_shards(config), coordinates["fsdp"]
     if TRAITS[config.data_parallel].splits_optimizer_rows:
-        ranks, rank = config.dp_replicate, coordinates["dp_replicate"]
+        ranks, rank = config.dp_replicate * config.cp, coordinates["loss"]
     return part(local[0], ranks, rank) * prod(local[1:])
 
 

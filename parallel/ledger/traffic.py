@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from parallel.gradients import SHARDING_VIEWS
 from parallel.ledger.parts import ModelParts
 from parallel.ledger.term import Term, channel
+from parallel.ledger.traffic_of_context_parallel import context_parallel_terms
 from parallel.ledger.traffic_of_parameters import parameter_terms
 from parallel.ledger.traffic_of_tensor_parallel import tensor_parallel_terms
 
@@ -18,7 +19,7 @@ class StepShape:
 
     Attributes:
         num_micro_batches: Its micro-batches.
-        num_tokens: Tokens of all of them, ignored ones too.
+        num_tokens: Tokens of all of them, ignored ones too; ranks that share sequences have the same ones.
         clips: Whether the gradient norm is measured.
     """
 
@@ -38,12 +39,14 @@ def predict_traffic(parts: ModelParts, step: StepShape, tp_rank: int = 0) -> tup
         step: What a rank computes.
         tp_rank: Place of the rank along `tp`; where a vocabulary does not divide, the last ones hold less.
     """
+    num_own_tokens = step.num_tokens // parts.config.cp
     return tuple(
         term
         for term in (
             *_agreements(parts),
             *parameter_terms(parts, step.num_micro_batches, tp_rank),
-            *tensor_parallel_terms(parts, step.num_micro_batches, step.num_tokens),
+            *tensor_parallel_terms(parts, step.num_micro_batches, num_own_tokens),
+            *context_parallel_terms(parts, num_own_tokens),
             *(_norm(parts) if step.clips else ()),
         )
         if term.channel.ranks > 1 and term.payload_bytes
@@ -56,9 +59,10 @@ def _agreements(parts: ModelParts) -> Iterator[Term]:
     # Valid tokens, refusals, micro-batches and their square.
     yield Term(name="token count", channel=over, payload_bytes=4 * INT64)
     yield Term(name="loss", channel=over, payload_bytes=FLOAT64)
-    # Least and most of a hash of the micro-batches: ranks that share matrices need the same ones.
-    tp = channel(parts.config, "all_reduce", "tp", "forward")
-    yield Term(name="same batches", channel=tp, payload_bytes=2 * INT64)
+    # Least and most of a hash of the micro-batches: ranks that share matrices or sequences need the same ones.
+    for view in ("cp", "tp"):
+        peers = channel(parts.config, "all_reduce", view, "forward")
+        yield Term(name="same batches", channel=peers, payload_bytes=2 * INT64)
 
 
 def _norm(parts: ModelParts) -> Iterator[Term]:

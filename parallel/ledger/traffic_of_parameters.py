@@ -44,6 +44,8 @@ def parameter_terms(parts: ModelParts, num_micro_batches: int, tp_rank: int) -> 
 
 def _gathers(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterator[Term]:
     """A unit is gathered for its forward, and for its backward too where it was freed between them."""
+    if config.resolved_strategy == "no_shard":
+        return
     forward = channel(config, "all_gather", "fsdp", "forward")
     dtype = config.precision.compute_dtype
     yield from _together("parameters", forward, unit.parameters, config, tp_rank, dtype)
@@ -63,13 +65,15 @@ def _gathers(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterator[T
 
 def _reductions(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterator[Term]:
     """Gradients are summed over the ranks that share a unit, and each rank's part over the replicas."""
+    is_whole = config.resolved_strategy == "no_shard"
     scatter = channel(config, "reduce_scatter", "fsdp", "backward")
-    replicas = channel(config, "all_reduce", "dp_replicate", "backward")
+    replicas = channel(config, "all_reduce", "loss" if is_whole else "dp_replicate", "backward")
     parameters = [each for each in unit.parameters if each.trainable]
     if parameters and TRAITS[config.data_parallel].flattens:
         parameters = list(unit.parameters)
     dtype = config.precision.reduce_dtype or config.precision.compute_dtype
-    yield from _together("gradients", scatter, parameters, config, tp_rank, dtype)
+    if not is_whole:
+        yield from _together("gradients", scatter, parameters, config, tp_rank, dtype)
     for term in _together("gradients over replicas", replicas, parameters, config, tp_rank, dtype):
         yield replace(term, payload_bytes=term.payload_bytes // num_shards(config))
 
@@ -93,7 +97,7 @@ def _together(
 
 def _buckets(parts: ModelParts) -> Iterator[Term]:
     """Each gradient travels once, in whichever bucket."""
-    over = channel(parts.config, "all_reduce", "dp", "backward")
+    over = channel(parts.config, "all_reduce", "loss", "backward")
     trainable = [each for each in parts.parameters if each.trainable]
     for each in trainable:
         dtype, count = parts.config.precision.reduce_dtype or each.dtype, prod(each.shape)
@@ -104,7 +108,7 @@ def _buckets(parts: ModelParts) -> Iterator[Term]:
 
 def _updated_rows(parts: ModelParts) -> Iterator[Term]:
     """After the optimizer each rank sends its rows, as many as the rank with most."""
-    over = channel(parts.config, "all_gather", "dp", "forward")
+    over = channel(parts.config, "all_gather", "loss", "forward")
     for each in parts.parameters:
         if each.trainable:
             sent = padded(each.shape, over.ranks)

@@ -102,7 +102,7 @@ def measure(recipe: Recipe, num_steps: int) -> LayoutReport:
             loopback.append(after - before)
     states = run.step_under_meter()
     timeline, predicted = run.recorded_step()
-    coordinates = {view: mesh.coordinate(view) for view in ("fsdp", "dp_replicate", "tp")}
+    coordinates = {view: mesh.coordinate(view) for view in ("fsdp", "loss", "tp")}
     mine = RankReport(
         step_time_s=statistics.median(times_s),
         peak_bytes=peak_bytes(mesh.device),

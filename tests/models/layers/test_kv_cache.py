@@ -128,7 +128,7 @@ def test_a_cache_needs_room_and_a_model_with_plain_attention() -> None:
     with pytest.raises(ValueError, match="capacity=0 must be at least 1"):
         KvCache(0)
     with (
-        pytest.raises(ValueError, match="needs attention layers with a plain core; Linear has"),
+        pytest.raises(ValueError, match="needs attention layers with a plain core, but Linear has"),
         kv_cache(nn.Linear(2, 2), 4),
     ):
         pass

@@ -56,6 +56,7 @@ def both(fields: dict[str, Any], model: dict[str, Any], num_micro_batches: int, 
 
 
 FSDP1 = {"data_parallel": "fsdp1"}
+CP = {"cp": 2}
 LAST = Sharding(keep_last_unit=True)
 HYBRID = {"dp_replicate": 2, "strategy": "hybrid_shard"}
 # Ranks, layout, model, micro-batches.
@@ -126,6 +127,16 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
     "fsdp1 hybrid_shard_zero2": (4, FSDP1 | HYBRID | {"strategy": "hybrid_shard_zero2"}, {}, 2),
     "fsdp1 no_shard": (2, FSDP1 | {"strategy": "no_shard", "precision": BF16}, {"vocab_size": 261}, 2),
     "fsdp1 x tp": (4, FSDP1 | {"dp_shard": 2, "tp": 2}, {"vocab_size": 261}, 1),
+    "cp by all-gather": (2, CP | {"cp_method": "allgather"}, {}, 2),
+    "cp by a ring in bf16": (2, CP | {"cp_method": "ring", "precision": BF16}, {}, 2),
+    "cp by ulysses, key-value heads repeated": (2, CP | {"cp_method": "ulysses"}, {"num_kv_heads": 1}, 1),
+    "cp by all-gather, recomputed": (2, CP | {"cp_method": "allgather", "activation_checkpointing": "full"}, {}, 1),
+    "cp by a ring, recomputed": (2, CP | {"cp_method": "ring", "activation_checkpointing": "selective"}, {}, 1),
+    "cp by ulysses, recomputed": (2, CP | {"cp_method": "ulysses", "activation_checkpointing": "selective"}, {}, 1),
+    "no_shard x cp": (2, CP | {"cp_method": "ring", "strategy": "no_shard"}, {}, 1),
+    "zero1 x cp": (2, CP | {"cp_method": "ring", "data_parallel": "zero1"}, {}, 1),
+    "full_shard x cp, a ring of 4": (4, {"cp": 4, "cp_method": "ring"}, {}, 1),
+    "cp x tp": (4, CP | {"cp_method": "ulysses", "tp": 2}, {}, 1),
     "one process": (1, {"data_parallel": "none"}, {}, 2),
 }
 
@@ -182,6 +193,6 @@ def test_a_central_gather_grows_with_the_ranks_where_a_ring_does_not() -> None:
 
 
 def test_an_axis_that_the_ledger_does_not_know_is_refused() -> None:
-    config = ParallelConfig(dp_shard=1, cp=2, cp_method="allgather")
-    with pytest.raises(ValueError, match="cannot predict cp=2 yet"):
+    config = ParallelConfig(dp_shard=1, pp=2, schedule="1f1b")
+    with pytest.raises(ValueError, match="cannot predict pp=2 yet"):
         model_parts(whole(MODEL), config, llama_plan(MODEL))

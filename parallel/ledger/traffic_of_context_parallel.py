@@ -1,0 +1,61 @@
+"""Predicts what `cp` sends: keys and values, or heads, so that attention sees whole sequences."""
+
+from collections.abc import Iterator
+
+import torch
+
+from parallel.activation_checkpoint import GATHERS, POLICIES
+from parallel.context_parallel import sent_kv_heads
+from parallel.counter import Kind
+from parallel.ledger.parts import ModelParts
+from parallel.ledger.term import Term, channel
+
+
+def context_parallel_terms(parts: ModelParts, num_tokens: int) -> Iterator[Term]:
+    """Terms of one step.
+
+    All-gather: keys and values of whole sequences, whose gradients are scattered sums. Ulysses: queries, keys and
+    values to the ranks of their heads and the result back, and the same of gradients. Ring: keys and values to the next
+    rank as often as there are other ranks; in backward again, with their gradients, which are summed in float32.
+
+    Args:
+        parts: The model in its layout.
+        num_tokens: Tokens of a rank's parts of all micro-batches.
+    """
+    config, shape = parts.config, parts.plan.shape
+    if config.cp_method is None:
+        return
+    dtype = config.precision.compute_dtype or parts.parameters[0].dtype
+    head = num_tokens * shape.head_dim * dtype.itemsize
+    heads, kv_heads = shape.num_heads // config.tp, shape.num_kv_heads // config.tp
+    blocks, again = len(parts.plan.blocks), _blocks_again(parts)
+    kinds: dict[str, Kind] = {"allgather": "all_gather", "ring": "all_to_all", "ulysses": "all_to_all"}
+    kind, others = kinds[config.cp_method], config.cp - 1
+    forward = {
+        "allgather": 2 * kv_heads * head * config.cp,
+        "ring": 2 * kv_heads * head * others,
+        "ulysses": (2 * heads + 2 * sent_kv_heads(kv_heads, config.cp)) * head,
+    }[config.cp_method]
+    yield Term(name="keys and values", channel=channel(config, kind, "cp", "forward"), payload_bytes=blocks * forward)
+    backward = channel(config, kind, "cp", "backward")
+    yield Term(name="keys and values again", channel=backward, payload_bytes=again * forward)
+    if config.cp_method == "ring":
+        yield Term(name="keys and values for backward", channel=backward, payload_bytes=blocks * forward)
+        wide = max(dtype.itemsize, torch.float32.itemsize) // dtype.itemsize
+        yield Term(name="gradients of keys and values", channel=backward, payload_bytes=blocks * forward * wide)
+        return
+    kind = "reduce_scatter" if config.cp_method == "allgather" else kind
+    gradients = channel(config, kind, "cp", "backward")
+    yield Term(name="gradients of keys and values", channel=gradients, payload_bytes=blocks * forward)
+
+
+def _blocks_again(parts: ModelParts) -> int:
+    """Blocks that gather or exchange a second time in backward, because nothing kept what they were given."""
+    config = parts.config
+    if config.activation_checkpointing == "none":
+        return 0
+    if config.activation_checkpointing == "selective" and config.cp_method == "allgather":
+        keep = POLICIES[config.activation_checkpoint_policy]()
+        if all(keep(op, ()) for op in GATHERS):
+            return 0
+    return len(parts.plan.blocks[:: config.activation_checkpoint_every])
