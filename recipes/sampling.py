@@ -94,10 +94,10 @@ def draw(logits: Tensor, temperature: float, top_p: float, generator: torch.Gene
         generator: Source of the draw; that of rank 0 counts.
 
     Raises:
-        ValueError: On every rank, if a logit is NaN or infinite.
+        ValueError: On every rank, if a logit is NaN or infinite; some may be minus infinity, but not all.
     """
-    is_broken = bool((logits.isnan() | (logits == torch.inf)).any())
-    token = _BROKEN if is_broken else sample(logits.cpu(), temperature, top_p, generator)
+    # NaN is the largest of all.
+    token = _BROKEN if not logits.max().isfinite() else sample(logits.cpu(), temperature, top_p, generator)
     drawn = torch.tensor(token, device=logits.device)
     dist.broadcast(drawn, src=0)
     if drawn == _BROKEN:

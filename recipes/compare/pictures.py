@@ -60,7 +60,7 @@ def draw_sweep(knob: str, rows: Sequence[Row], folder: Path) -> str:
     """
     plt = _pyplot()
     done = [(row.layout.name, row.report) for row in rows if row.report is not None]
-    labels = [name.replace(":", "\n").replace(",", ",\n") for name, _ in done]
+    labels = [re.sub("([:,=])", r"\1\n", name) for name, _ in done]
     times_ms = [step_time_s(report) * 1e3 for _, report in done]
     held = [max(held_bytes(getattr(report.ranks[0].states, each)) for each in MOMENTS) / MIB for _, report in done]
     figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(2 + 1.5 * len(done), 6), layout="constrained")

@@ -22,6 +22,7 @@ BACKENDS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"data_parallel": "ddp"}),
     "zero1": (2, {"data_parallel": "zero1"}),
     "no_shard": (2, {"strategy": "no_shard"}),
+    "fsdp1": (2, {"data_parallel": "fsdp1"}),
     "dp": (1, {"data_parallel": "dp"}),
 }
 

@@ -212,19 +212,21 @@ def _draws_where_rank_0_sees(values: list[list[float]]) -> list[str]:
     """What comes of logits of which one rank alone may see some that are not finite."""
     outcomes = []
     for broken in values:
-        logits = torch.tensor([0.0, 1.0, *(broken if dist.get_rank() == 0 else [0.5])])
+        logits = torch.tensor(broken if dist.get_rank() == 0 else [0.0, 1.0, 0.5])
         try:
-            outcomes.append(str(draw(logits, 0.0, 1.0, torch.Generator())))
+            outcomes.append(str(draw(logits, 0.8, 1.0, torch.Generator())))
         except ValueError as error:
             outcomes.append(str(error))
     return outcomes
 
 
 def test_logits_that_are_not_finite_are_one_error_on_every_rank() -> None:
-    for outcomes in run_ranks(2, _draws_where_rank_0_sees, [[torch.nan], [torch.inf], [-torch.inf]]):
-        assert all("logits are NaN or infinite" in each for each in outcomes[:2])
-        # A token that cannot come is none of them.
-        assert outcomes[2] == "1"
+    inf = torch.inf
+    seen = [[0.0, torch.nan, 1.0], [0.0, inf, 1.0], [torch.nan, inf, 1.0], [-inf, -inf, -inf], [-inf, 1.0, -inf]]
+    for outcomes in run_ranks(2, _draws_where_rank_0_sees, seen):
+        assert all("logits are NaN or infinite" in each for each in outcomes[:4])
+        # Tokens that cannot come are none of them.
+        assert outcomes[4] == "1"
 
 
 def test_text_comes_character_by_character_and_adds_up_to_the_whole() -> None:
