@@ -51,11 +51,19 @@ def _check_pipeline(config: "ParallelConfig") -> None:
             f"with pp={config.pp} every unit stays gathered until the step ends, so {config.sharding} has no meaning; "
             "leave reshard_group and keep_last_unit out"
         )
-    if config.compile and config.schedule not in ("gpipe", "1f1b", "interleaved_1f1b"):
-        raise ValueError(
-            f"schedule={config.schedule!r} computes gradients of weights apart from those of inputs, which compiled "
-            "blocks compute together; use gpipe, 1f1b or interleaved_1f1b, or compile=False"
-        )
+    if config.schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
+        return
+    # Gradients of weights are computed apart from those of inputs, by a second walk through a block's graph.
+    for name, value, without in (
+        ("compile", config.compile, False),
+        ("activation_checkpointing", config.activation_checkpointing == "selective", "full"),
+    ):
+        if value:
+            raise ValueError(
+                f"schedule={config.schedule!r} goes backward through each block twice, which "
+                f"{name}={getattr(config, name)!r} does not allow; use gpipe, 1f1b or interleaved_1f1b, or "
+                f"{name}={without!r}"
+            )
 
 
 def check_backend(config: "ParallelConfig") -> None:

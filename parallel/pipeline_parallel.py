@@ -1,5 +1,6 @@
 """Runs a model that is cut into stages along the `pp` axis."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,8 @@ class Pipeline(nn.Module):
             for stage, part in parts.items()
         }
         self.stages = nn.ModuleDict(wrapped)
+        # Where a stage raises, it logs all that all stages had to do, from which the exception would have to be picked.
+        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
         self._prepared: tuple[Any, Any] | None = None
         self._losses: list[Tensor] = []
         self._num_valid_tokens = 1
@@ -135,15 +138,12 @@ class Pipeline(nn.Module):
         tokens, positions, labels, documents = (
             None if each[0] is None else torch.cat(each) for each in zip(*micro_batches, strict=True)
         )
-        schedule.step(
-            tokens,
-            target=labels,
-            losses=[],
-            return_outputs=False,
-            positions=positions,
-            document_ids=documents,
-            labels=labels,
-        )
+        given = {"positions": positions, "document_ids": documents, "labels": labels}
+        try:
+            schedule.step(tokens, target=labels, losses=[], return_outputs=False, **given)
+        except RuntimeError as error:
+            # Torch wraps what a stage raises in a description of its inputs.
+            raise (error.__cause__ or error) from None
         self._tied.sum_gradients()
         losses = torch.zeros(count, dtype=self._loss_dtype, device=self._mesh.device)
         if self._losses:

@@ -13,6 +13,7 @@ from models.config import ModelConfig
 from models.registry import family_of
 from parallel import ParallelConfig
 from parallel.layout import check_built, check_layout, check_sequence_length, resolve
+from parallel.stages import check_micro_batches
 from recipes.checks import check_integer, check_number
 from recipes.data import DataConfig, check_vocabulary
 from recipes.launchers import is_first_rank
@@ -173,6 +174,9 @@ class Recipe:
             ValueError: If the recipe cannot run on that many ranks.
         """
         self.check_layout(world_size)
+        resolved = resolve(self.parallel, world_size)
+        ranks = resolved.dp_replicate * resolved.dp_shard
+        check_micro_batches(resolved, -(-self.training.global_batch // (ranks * self.training.micro_batch)))
         check_vocabulary(self.data, self.model.shape.vocab_size)
         if is_first_rank():
             self.metrics.check_installed()
