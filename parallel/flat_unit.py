@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -103,46 +103,59 @@ def wrap_units(
     Returns:
         The units, the whole model last.
     """
-    shard = functools.partial(
-        FlatUnit,
-        device_mesh=mesh,
-        device_id=device,  # else FSDP1 looks for a GPU
-        use_orig_params=True,
-        cpu_offload=CPUOffload(offload_params=sharding.cpu_offload),
-        mixed_precision=MixedPrecision(
-            param_dtype=precision.compute_dtype,
-            reduce_dtype=precision.reduce_dtype,
-            # Buffers keep their dtype, as under the other backends, and so do inputs: casting them would also round the
-            # rotary tables, and activations take the weights' dtype by themselves.
-            cast_forward_inputs=False,
-            cast_root_forward_inputs=False,
-        ),
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        forward_prefetch=sharding.forward_prefetch > 0,
-        limit_all_gathers=sharding.limit_all_gathers,
-    )
+    shard = functools.partial(_shard, mesh=mesh, device=device, sharding=sharding, precision=precision)
+    kept = kept_unit(units, sharding)
     wrapped: list[FlatUnit] = []
     taken: set[str] = set()
-    with _expected_warnings():
-        for unit in units:
-            if len(unit.modules) > 1:
-                continue
-            (fqn,) = unit.modules
-            chosen = KEEPING.get(strategy, strategy) if unit is kept_unit(units, sharding) else strategy
-            module = model.get_submodule(fqn)
-            fqns = [f"{fqn}.{name}" for name, _ in module.named_parameters() if f"{fqn}.{name}" not in taken]
-            taken.update(fqns)
-            flat = shard(module, sharding_strategy=STRATEGIES[chosen])
-            flat.fqns = tuple(fqns)
-            owner, _, name = fqn.rpartition(".")
-            setattr(model.get_submodule(owner), name, flat)
-            wrapped.append(flat)
-        fqns = [fqn for fqn, _ in model.named_parameters() if fqn not in taken]
-        root = shard(model, sharding_strategy=STRATEGIES[strategy])
-        root.fqns = tuple(fqns)
-    for flat in [*wrapped, root]:
-        flat.sum_gradients()
+    for unit in units:
+        if len(unit.modules) > 1:
+            continue
+        (fqn,) = unit.modules
+        module = model.get_submodule(fqn)
+        fqns = [name for each, _ in module.named_parameters() if (name := f"{fqn}.{each}") not in taken]
+        taken.update(fqns)
+        flat = shard(module, fqns, KEEPING.get(strategy, strategy) if unit is kept else strategy)
+        owner, _, name = fqn.rpartition(".")
+        setattr(model.get_submodule(owner), name, flat)
+        wrapped.append(flat)
+    root = shard(model, [fqn for fqn, _ in model.named_parameters() if fqn not in taken], strategy)
     return [*wrapped, root]
+
+
+def _shard(
+    module: nn.Module,
+    fqns: Iterable[str],
+    strategy: str,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    sharding: Sharding,
+    precision: Precision,
+) -> FlatUnit:
+    """One unit, which takes those parameters of a module that no unit within it has."""
+    with _expected_warnings():
+        unit = FlatUnit(
+            module,
+            device_mesh=mesh,
+            device_id=device,  # else FSDP1 looks for a GPU
+            use_orig_params=True,
+            sharding_strategy=STRATEGIES[strategy],
+            cpu_offload=CPUOffload(offload_params=sharding.cpu_offload),
+            mixed_precision=MixedPrecision(
+                param_dtype=precision.compute_dtype,
+                reduce_dtype=precision.reduce_dtype,
+                # Buffers keep their dtype, as under the other backends, and so do inputs: casting them would also round
+                # the rotary tables, and activations take the weights' dtype by themselves.
+                cast_forward_inputs=False,
+                cast_root_forward_inputs=False,
+            ),
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+            forward_prefetch=sharding.forward_prefetch > 0,
+            limit_all_gathers=sharding.limit_all_gathers,
+        )
+    unit.fqns = tuple(fqns)
+    unit.sum_gradients()
+    return unit
 
 
 @contextmanager

@@ -1,12 +1,4 @@
-"""Sums over ranks by sends around a ring: a reduce-scatter, then an all-gather.
-
-A rank that sums P bytes over N ranks through one of them makes that one receive and send P for each other rank: its
-traffic grows with N. Cut the P bytes into N chunks and let every chunk travel around the ring instead. In N - 1 sends
-each chunk has met every rank and its sum lies on one of them (reduce-scatter); in N - 1 more each rank has been handed
-all sums (all-gather). A rank sends 2 (N - 1) chunks of P / N bytes, which stays below 2 P however many ranks there are.
-
-Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
-"""
+"""Sums over ranks by sends around a ring: a reduce-scatter, then an all-gather."""
 
 import torch
 import torch.distributed as dist
@@ -18,12 +10,19 @@ from torch import Tensor
 def ring_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sums a tensor over ranks: reduce-scatter, then all-gather.
 
+    Summing P bytes through one of N ranks makes that one receive and send P for each other rank: its traffic grows with
+    N. Cut the P bytes into N chunks and let every chunk travel around the ring instead. In N - 1 sends each chunk has
+    met every rank and its sum lies on one of them (reduce-scatter); in N - 1 more each rank has been handed all sums
+    (all-gather). A rank sends 2 (N - 1) chunks of P / N bytes, which stays below 2 P however many ranks there are.
+
     Args:
         tensor: This rank's summand, of any shape, the same on every rank.
         group: The ranks.
 
     Returns:
         The sum, on every rank.
+
+    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
     """
     chunks_NC = padded_chunks(tensor, group.size())
     ring_reduce_scatter(chunks_NC, group)

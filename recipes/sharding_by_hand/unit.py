@@ -1,9 +1,4 @@
-"""A sharding unit by hand: gathered before use, freed after it, its gradients scattered as sums.
-
-Between uses a rank holds 1/N of the unit's parameters, of their gradients and of the optimizer's state. `fully_shard`
-does the same, but cuts each parameter by rows where this cuts the whole unit as one flat row: its shards are DTensors
-with a name and a shape, which can be saved, and stepped on with rules of their own, one by one.
-"""
+"""A sharding unit by hand: gathered before use, freed after it, its gradients scattered as sums."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -20,6 +15,10 @@ Log = Callable[[str, str, int], None]
 
 class ShardedUnit:
     """Modules whose parameters are gathered, freed and reduced together.
+
+    Between uses a rank holds 1/N of the unit's parameters, of their gradients and of the optimizer's state.
+    `fully_shard` does the same, but cuts each parameter by rows where this cuts the whole unit as one flat row: its
+    shards are DTensors with a name and a shape, which can be saved, and stepped on with rules of their own, one by one.
 
     Attributes:
         name: What the log calls it.
