@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from parallel.ledger.parts import ModelParts
+from parallel.ledger.parts import ModelParts, num_shards
 from parallel.traits import TRAITS
 
 
@@ -30,7 +30,8 @@ def traffic_form(parts: ModelParts) -> Form:
     """
     config, traits = parts.config, TRAITS[parts.config.data_parallel]
     size, itemsize = _parameters(parts), _itemsize(parts)
-    shards, replicas = config.dp_shard * config.cp, config.dp_replicate
+    shards = num_shards(config)
+    replicas = config.dp_replicate * config.dp_shard * config.cp // shards
     words: list[str] = []
     total = 0.0
     if shards > 1:
@@ -52,13 +53,13 @@ def state_forms(parts: ModelParts) -> tuple[Form, Form, Form]:
         parts: The model in its layout.
     """
     config, itemsize, size = parts.config, _itemsize(parts), _parameters(parts)
-    shards = config.dp_shard * config.cp
+    shards = num_shards(config)
     compute = config.precision.compute_dtype
     cast = itemsize if compute is None else compute.itemsize
     keeps = TRAITS[config.data_parallel].shards and config.resolved_strategy not in ("full_shard", "hybrid_shard")
     own = "P" if shards == 1 else "P/N"
     if TRAITS[config.data_parallel].splits_optimizer_rows:
-        ranks = config.dp_replicate
+        ranks = config.dp_replicate * config.cp
         rest, rest_text = itemsize + 2 * itemsize / ranks, f"{itemsize}P + {2 * itemsize}P/R"
         end, end_text = rest + itemsize, f"{2 * itemsize}P + {2 * itemsize}P/R"
     else:

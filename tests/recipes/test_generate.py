@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -70,6 +71,15 @@ def test_any_prompt_is_continued_under_sequence_parallel(prompt: str, trained: R
     assert _sample(trained, TP, prompt=prompt, num_tokens=4) == _sample(
         trained, world_size=1, prompt=prompt, num_tokens=4
     )
+
+
+@pytest.mark.parametrize("replicated", [{}, {"data_parallel": "ddp"}])
+def test_ranks_that_would_share_a_sequence_hold_parameters_instead(replicated: dict[str, Any], trained: Recipe) -> None:
+    parallel = ParallelConfig(cp=2, cp_method="ring", **replicated)
+    assert _sample(trained, parallel) == _sample(trained, world_size=1)
+    command = GenerateCommand(checkpoint="", parallel=dataclasses.replace(parallel, dp_replicate=1, dp_shard=1))
+    axis = "dp_replicate" if replicated else "dp_shard"
+    assert (getattr(command.layout, axis), command.layout.cp, command.layout.cp_method) == (2, 1, None)
 
 
 def _endless(recipe: Recipe, parallel: ParallelConfig, caches: tuple[bool, ...]) -> list[str]:
