@@ -3,7 +3,7 @@
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self
 
@@ -12,64 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel.collective_ops import OPS, SILENT, WAIT, Kind, process_group_of, tensors_in, work_of
 from parallel.mesh import Mesh
 
-Kind = Literal[
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "send",
-    "recv",
-]
 Phase = Literal["forward", "backward"]
 
-# For each op: what it is, and which argument holds the payload (None: the result does). The payload is the
-# larger side: the gathered tensor of an all-gather, the unreduced input of a reduce-scatter.
-_OPS: dict[str, tuple[Kind, int | None]] = {
-    "c10d::_allgather_base_": ("all_gather", 0),
-    "c10d::allgather_": ("all_gather", 0),
-    "c10d::allgather_coalesced_": ("all_gather", 0),
-    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
-    "c10d::reduce_scatter_": ("reduce_scatter", 1),
-    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "c10d::allreduce_": ("all_reduce", 0),
-    "c10d::allreduce_coalesced_": ("all_reduce", 0),
-    "c10d::alltoall_": ("all_to_all", 1),
-    "c10d::alltoall_base_": ("all_to_all", 1),
-    "c10d::broadcast_": ("broadcast", 0),
-    "c10d::reduce_": ("reduce", 0),
-    "c10d::gather_": ("gather", 0),
-    "c10d::scatter_": ("scatter", 1),
-    "c10d::send": ("send", 0),
-    "c10d::recv_": ("recv", 0),
-    "c10d::recv_any_source_": ("recv", 0),
-    "_c10d_functional::all_gather_into_tensor": ("all_gather", None),
-    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", None),
-    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", None),
-    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
-    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
-    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", 0),
-    "_c10d_functional::all_reduce": ("all_reduce", 0),
-    "_c10d_functional::all_reduce_": ("all_reduce", 0),
-    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0),
-    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", 0),
-    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
-    "_c10d_functional::broadcast": ("broadcast", 0),
-    "_c10d_functional::broadcast_": ("broadcast", 0),
-}
-# Ops of those namespaces that send no payload of a model.
-_SILENT = {
-    "c10d::barrier",
-    "c10d::monitored_barrier_",
-    "_c10d_functional::_wrap_tensor_autograd",
-}
-_WAIT = "_c10d_functional::wait_tensor"
 # Tensors whose ops turn themselves into local ones and collectives, which come back to the counter.
 # Private: the public functional collectives return it, and only by its type can its waiting be seen.
 _WRAPPERS = (torch.distributed.tensor.DTensor, torch.distributed._functional_collectives.AsyncCollectiveTensor)
@@ -164,22 +111,22 @@ class CollectiveCounter(TorchDispatchMode):
         if any(issubclass(each, _WRAPPERS) for each in types):
             return NotImplemented
         name = func.name().split(".")[0] if isinstance(func, torch._ops.OpOverload) else ""
-        if not name.startswith(("c10d::", "_c10d_functional::")) or name in _SILENT:
+        if not name.startswith(("c10d::", "_c10d_functional::")) or name in SILENT:
             return func(*args, **(kwargs or {}))
-        if name != _WAIT and name not in _OPS:
+        if name != WAIT and name not in OPS:
             raise NotImplementedError(f"the collective counter does not know {name}; add it to its table")
         start_s = time.perf_counter()
         result = func(*args, **(kwargs or {}))
-        if name == _WAIT:
+        if name == WAIT:
             self._waited(args[0], start_s)
         else:
             self._record(name, args, result, start_s)
         return result
 
     def _record(self, name: str, args: tuple[Any, ...], result: Any, start_s: float) -> None:
-        kind, position = _OPS[name]
-        payload = list(_tensors(result if position is None else args[position]))
-        group = next(filter(None, map(_process_group, args)))
+        kind, position = OPS[name]
+        payload = list(tensors_in(result if position is None else args[position]))
+        group = next(filter(None, map(process_group_of, args)))
         if group.size() == 1:
             return
         ranks = dist.get_process_group_ranks(group)
@@ -194,9 +141,9 @@ class CollectiveCounter(TorchDispatchMode):
         )
         index = len(self.records)
         self.records.append(record)
-        work = _work(result)
+        work = work_of(result)
         if work is None:
-            self._pending.update((tensor.data_ptr(), index) for tensor in _tensors(result))
+            self._pending.update((tensor.data_ptr(), index) for tensor in tensors_in(result))
             return
         try:
             # Called by a thread of the backend, unless it is done already.
@@ -226,39 +173,6 @@ class CollectiveCounter(TorchDispatchMode):
         for each in self.records:
             total[each.kind, each.view] += amount(each)
         return total
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Iterable) and not isinstance(value, str):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _process_group(argument: Any) -> dist.ProcessGroup | None:
-    """The process group that an op's argument stands for, None for other arguments."""
-    if isinstance(argument, dist.ProcessGroup):
-        return argument
-    if isinstance(argument, torch.ScriptObject):
-        try:
-            return dist.ProcessGroup.unbox(argument)
-        except RuntimeError:
-            return None  # a ReduceOp
-    if isinstance(argument, str) and argument.isdigit():
-        # Private: functional collectives name their group, and no public call resolves the name.
-        group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(
-            dist.distributed_c10d.GroupName(argument)
-        )
-        return group
-    return None
-
-
-def _work(result: Any) -> dist.Work | None:
-    """The handle among the results of an op; functional collectives give none."""
-    handles = result if isinstance(result, tuple) else (result,)
-    return next((dist.Work.unbox(each) for each in handles if isinstance(each, torch.ScriptObject)), None)
 
 
 def _in_backward() -> bool:

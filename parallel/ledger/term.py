@@ -7,8 +7,9 @@ from math import prod
 
 import torch
 
+from parallel.collective_ops import Kind
 from parallel.config import ParallelConfig
-from parallel.counter import Collective, Kind, Phase
+from parallel.counter import Collective, Phase
 from parallel.mesh import AXES, VIEWS
 
 Traffic = Counter[tuple[Kind, str, Phase]]

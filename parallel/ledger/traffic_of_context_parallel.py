@@ -6,7 +6,7 @@ import torch
 
 from parallel.activation_checkpoint import GATHERS, POLICIES
 from parallel.context_parallel import sent_kv_heads
-from parallel.counter import Kind
+from parallel.collective_ops import Kind
 from parallel.ledger.parts import ModelParts
 from parallel.ledger.term import Term, channel
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from parallel.counter import Kind
+from parallel.collective_ops import Kind
 
 WireModel = Literal["ring"]
 """Algorithms of which the bytes are known."""

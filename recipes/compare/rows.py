@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parallel.counter import Kind
+from parallel.collective_ops import Kind
 from parallel.ledger.live import LiveBytes
 from parallel.ledger.states import Moments
 from parallel.ledger.term import Traffic, counted_traffic, traffic

@@ -299,17 +299,17 @@ def test_an_unknown_collective_is_an_error_and_not_left_out() -> None:
 
 
 def unknown_collective() -> str:
-    from parallel import counter
+    from parallel.collective_ops import OPS
 
     mesh = build_mesh(ParallelConfig())
-    kept = counter._OPS.pop("c10d::allreduce_")
+    kept = OPS.pop("c10d::allreduce_")
     try:
         with CollectiveCounter(mesh):
             dist.all_reduce(torch.ones(1))
     except NotImplementedError as error:
         return str(error)
     finally:
-        counter._OPS["c10d::allreduce_"] = kept
+        OPS["c10d::allreduce_"] = kept
     return "no error"
 
 
