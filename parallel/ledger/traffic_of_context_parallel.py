@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 
 from parallel.activation_checkpoint import GATHERS, POLICIES
-from parallel.context_parallel import sent_kv_heads
 from parallel.collective_ops import Kind
+from parallel.context_parallel import sent_kv_heads
 from parallel.ledger.parts import ModelParts
 from parallel.ledger.term import Term, channel
 
