@@ -181,10 +181,11 @@ def _load(found: Path, text: bytes, state: TrainState, options: LoadOptions, ran
 
 
 def _candidates(path: Path) -> Iterator[Path]:
-    """The checkpoints that a path may mean."""
+    """The checkpoints that a path may mean, whose manifests are sound and whose files are there."""
     if not path.is_dir():
         raise ValueError(f"there is no checkpoint: {path} is not a folder")
     if (path / MANIFEST_NAME).exists():
+        files.read_manifest(path)
         yield path
     else:
         yield from (found for found, _ in steps.newest_first(path))
@@ -197,7 +198,6 @@ def _next(path: Path, candidates: Iterator[Path], damage: ValueError | None) -> 
         raise ValueError(f"{path} holds no other complete checkpoint: {damage}")
     if found is None:
         raise ValueError(f"{path} holds no complete checkpoint (a folder step-<number> with {MANIFEST_NAME})")
-    files.read_manifest(found)
     return found, files.read_text(found)
 
 
