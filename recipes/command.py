@@ -10,9 +10,10 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from recipes.find import DEFAULT_RECIPE, find_recipe, intended_world_size, recipe_names
 from recipes.launchers import is_first_rank, world_size_to_come
 from recipes.messages import one_message
-from recipes.recipe import DEFAULT_RECIPE, Recipe, changed_fields, find_recipe, intended_world_size, recipe_names
+from recipes.recipe import Recipe, changed_fields
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from parallel import ParallelConfig
 from recipes.command import parse
 from recipes.data import load_dataset, text_entropy
+from recipes.find import find_recipe
 from recipes.folder_lock import LOCK_NAME
 from recipes.from_checkpoint import find_checkpoint
 from recipes.generate import GenerateCommand, print_sample
@@ -19,7 +20,7 @@ from recipes.launch import run
 from recipes.launchers import join_launcher, world_size_to_come
 from recipes.messages import one_message
 from recipes.metrics import format_bytes
-from recipes.recipe import Recipe, find_recipe
+from recipes.recipe import Recipe
 from recipes.run_log import TrainSummary
 from recipes.train import train
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from recipes.recipe import find_recipe, recipe_names
+from recipes.find import find_recipe, recipe_names
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,10 +17,11 @@ from models.registry import family_of
 from parallel import ParallelConfig, Trained, build_mesh
 from parallel.materialize import allocate
 from recipes.checkpoints.report import Report
+from recipes.find import find_recipe
 from recipes.from_checkpoint import find_checkpoint, load_model, recipe_of
 from recipes.launch import run
 from recipes.model import build_model
-from recipes.recipe import Recipe, find_recipe
+from recipes.recipe import Recipe
 
 Names = Literal["meshwright", "torchtitan"]
 """Whose names parameters have; torchtitan's rows of queries and keys lie otherwise, too."""

@@ -20,9 +20,10 @@ from recipes.compare.report import write_report
 from recipes.compare.rows import Row
 from recipes.compare.tables import notes, summary
 from recipes.data import load_dataset
+from recipes.find import DEFAULT_RECIPE, find_recipe
 from recipes.launchers import join_launcher
 from recipes.messages import USER_ERROR, one_message
-from recipes.recipe import DEFAULT_RECIPE, Recipe, find_recipe
+from recipes.recipe import Recipe
 
 RESIDUAL, FAILED = 3, 4
 """Exit codes where a prediction was wrong, and where a layout failed."""

@@ -24,8 +24,9 @@ from models.llama import LlamaConfig
 from parallel import ParallelConfig
 from recipes.command import parse_train
 from recipes.data import WeightedSource, load_dataset
+from recipes.find import find_recipe
 from recipes.launchers import is_first_rank, join_launcher, world_size_to_come
-from recipes.recipe import Recipe, changed_fields, find_recipe
+from recipes.recipe import Recipe, changed_fields
 from recipes.structure import from_json
 from tests.ranks import run_ranks
 from tests.recipes.small_recipe import moved, small_recipe, write_recipe_file

@@ -19,7 +19,8 @@ from parallel.traits import TRAITS
 from recipes.command import parse_train
 from recipes.compare.job import run_job
 from recipes.compare.layouts import SWEEPS, default_layouts, read_layout, sweep_layouts
-from recipes.recipe import changed_fields, find_recipe
+from recipes.find import find_recipe
+from recipes.recipe import changed_fields
 from tests.recipes.small_recipe import write_recipe_file
 
 ROOT = Path(__file__).resolve().parents[2]

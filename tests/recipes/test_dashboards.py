@@ -12,9 +12,10 @@ import torch
 
 from models.llama import LlamaConfig
 from parallel import ParallelConfig, Precision
+from recipes.find import find_recipe
 from recipes.metrics import EvaluationMetrics, MetricsConfig, StepMetrics, find_utilization, open_sinks
 from recipes.metrics.utilization import known_bfloat16_tflops
-from recipes.recipe import Recipe, find_recipe
+from recipes.recipe import Recipe
 from recipes.train import train
 from tests.ranks import run_ranks
 from tests.recipes.small_recipe import small_recipe

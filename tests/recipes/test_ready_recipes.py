@@ -10,7 +10,8 @@ import torch.distributed as dist
 from parallel import ParallelConfig
 from parallel.layout import resolve
 from recipes.dry_run import DryRun, dry_run
-from recipes.recipe import Recipe, find_recipe, intended_world_size, recipe_names
+from recipes.find import find_recipe, intended_world_size, recipe_names
+from recipes.recipe import Recipe
 from tests.ranks import run_ranks
 
 READY = [name for name in recipe_names() if intended_world_size(name) is not None]
