@@ -58,16 +58,18 @@ def materialize(trained: Trained, seed: int = 0) -> None:
     verify_replicas(trained.named_parameters(), trained.mesh, trained.backend.sharded_views)
 
 
-def allocate(trained: Trained) -> None:
-    """Allocates the parameters on the mesh's device for values that a checkpoint brings; until then they are NaN.
+def allocate(trained: Trained, *, clear: bool = True) -> None:
+    """Allocates the parameters on the mesh's device for values that a checkpoint brings.
 
     Args:
         trained: What `parallelize` returned.
+        clear: Whether they are NaN until then, so that what a load leaves out shows at once. False is faster, for a
+            load that fills all of them or raises.
     """
     _allocate(trained)
-    for parameter in trained.named_parameters().values():
-        # What a faulty load left out would then show at once.
-        local_part(parameter).fill_(float("nan"))
+    if clear:
+        for parameter in trained.named_parameters().values():
+            local_part(parameter).fill_(float("nan"))
     trained.wrap_after_materialize()
 
 

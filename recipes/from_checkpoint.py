@@ -76,7 +76,8 @@ def load_model(path: str, recipe: Recipe, layout: ParallelConfig) -> Trained:
     """
     recipe = replace(recipe, parallel=layout)
     trained = build_model(recipe, build_mesh(layout))
-    allocate(trained)
+    # All of them are loaded, or none is used.
+    allocate(trained, clear=False)
     load_weights(path, trained, recipe)
     return trained
 

@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from recipes.bench import background, checkpoint, startup, step
+from recipes.bench import background, checkpoint, hub, startup, step
 from recipes.bench.model import compare_models, peak_memory
 from recipes.bench.rounds import Comparison
 from recipes.launch import run
@@ -24,7 +24,7 @@ from recipes.metrics import format_bytes
 What = Literal["step", "checkpoint"]
 PARTS: Mapping[What, tuple[str, ...]] = {
     "step": ("full_shard", "replicated", "tensor_parallel", "model", "memory", "start"),
-    "checkpoint": ("save", "load_cold", "load_warm", "stall", "background", "memory"),
+    "checkpoint": ("save", "load_cold", "load_warm", "stall", "background", "memory", "import"),
 }
 
 
@@ -34,9 +34,10 @@ class BenchCommand:
 
     Attributes:
         what: What to measure: `step`, the time and memory of a training step and of starting one; `checkpoint`, of
-            saving and loading 1 GB.
+            saving and loading 1 GB and importing as much.
         parts: Which comparisons to make: `full_shard`, `replicated`, `tensor_parallel`, `model`, `memory`, `start` of
-            a step, `save`, `load_cold`, `load_warm`, `stall`, `background`, `memory` of a checkpoint. None: all.
+            a step, `save`, `load_cold`, `load_warm`, `stall`, `background`, `memory`, `import` of a checkpoint. None:
+            all.
         rounds: Interleaved rounds of each comparison.
         folder: Folder on the disk to measure, with 5 GB free; what it holds stays. None: that of temporary files.
         json: File to write all figures to; None: none.
@@ -131,13 +132,28 @@ def bench_checkpoint(command: BenchCommand, console: Console) -> list[dict[str, 
                 listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in added.items())
                 console.print(f"memory beside the state, {num_ranks} ranks: {listed} (aim: <= 64 MiB)\n")
                 results.append({"ranks": num_ranks, "added_bytes": added})
-    return results
+    return results + (_bench_import(command, console) if command.measures("import") else [])
 
 
 def _lost(comparison: Comparison, console: Console) -> dict[str, object]:
     share = background.lost_share(comparison)
     console.print(f"training lost to our save: {share:.2f} of what torch's costs (aim: <= {background.LOST_AIM:.2f})\n")
     return {"lost_share": share}
+
+
+def _bench_import(command: BenchCommand, console: Console) -> list[dict[str, object]]:
+    results: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory(dir=command.folder) as folder:
+        path = str(Path(folder) / "hub")
+        run(hub.write_folder, path, num_processes=1, debug=command.debug)
+        for num_ranks in (1, 2):
+            for cold in (True, False):
+                comparison, memory = hub.compare_import(command.rounds, path, num_ranks, cold=cold)
+                console.print(comparison.table())
+                listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in memory.items())
+                console.print(f"peak memory of rank 0 beside its libraries: {listed} (aim: ours less)\n")
+                results.append(comparison.to_json() | {"peak_bytes": memory})
+    return results
 
 
 def _bench_memory(console: Console) -> dict[str, object]:

@@ -1,26 +1,25 @@
 """Measures the import of a Hugging Face folder of 1 GB: ours beside `from_pretrained` of transformers."""
 
-import json
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint.hub_export import save_hub
 from checkpoint.hub_folder import read_hub_config
 from checkpoint.hub_import import load_hub
-from models.llama import Llama, LlamaConfig, llama_plan, to_hub_config
+from models.config import ModelConfig
+from models.llama import LlamaConfig, to_hub_config
 from models.registry import family_of, from_hub_config
-from parallel import ParallelConfig, build_mesh, parallelize
-from parallel.materialize import allocate, materialize
+from parallel import Mesh, ParallelConfig, Trained, build_mesh, parallelize
+from parallel.materialize import allocate
+from parallel.replicas import local_part
 from recipes.bench import raw_files
 from recipes.bench.rounds import Comparison
 from recipes.hub import hub_names
+from recipes.launch import run
 from recipes.metrics import peak_bytes
 
 MODEL = LlamaConfig(
@@ -32,104 +31,105 @@ MODEL = LlamaConfig(
     vocab_size=49_152,
     tied_embeddings=True,
 )
-"""About 0.44 thousand million parameters, in bfloat16 0.9 GB."""
-PAGE_ELEMENTS = 2048
-"""Values of bfloat16 in a page of memory."""
+"""About 0.43 thousand million parameters, in bfloat16 0.86 GB."""
+LAYOUT = ParallelConfig()
+PAGE_BYTES = 4096
 THEIRS, OURS = "transformers from_pretrained", "ours"
+AIM = 0.5
+"""Largest share of their time."""
 
 
-def write_folder(folder: str) -> Path:
-    """Writes the folder that is imported.
+def write_folder(path: str) -> None:
+    """Writes the folder that is imported; a rank of a job calls this.
 
     Args:
-        folder: Where; 1 GB must be free.
+        path: The new folder; 1 GB must be free.
     """
-    config = ParallelConfig(data_parallel="none", dp_shard=1)
-    mesh = build_mesh(config, "cpu")
-    with torch.device("meta"):
-        model = Llama(MODEL)
-    trained = parallelize(model, mesh, config, llama_plan(MODEL))
-    materialize(trained)
-    path = Path(folder) / "hub"
-    return save_hub(path, trained, to_hub_config(MODEL), hub_names(MODEL).places(None), dtype=torch.bfloat16)
+    trained = _empty(MODEL, build_mesh(LAYOUT, "cpu"))
+    for each in trained.named_parameters().values():
+        local_part(each).uniform_(-1, 1)
+    save_hub(path, trained, to_hub_config(MODEL), hub_names(MODEL).places(None))
 
 
-def compare_import(num_rounds: int, path: str, *, cold: bool = False) -> tuple[Comparison, dict[str, int]]:
-    """Times both in processes of their own, in turns, from the first look at the folder to a model with values.
+def compare_import(num_rounds: int, path: str, num_ranks: int, *, cold: bool) -> tuple[Comparison, dict[str, int]]:
+    """Times both from the first look at the folder until every page of every parameter was read and written.
+
+    That is what the first step of training does; before it, `from_pretrained` has only mapped the files. Each import
+    has processes of its own, whose memory nobody has used before. On several ranks, each has the whole model of
+    transformers, and its part of ours under fully_shard.
 
     Args:
         num_rounds: Rounds.
         path: From `write_folder`.
+        num_ranks: Ranks that import at the same time.
         cold: Drop the files from the page cache before each.
 
     Returns:
-        The times, and by contender the peak of what its process held beyond its libraries.
+        The times, and by contender the peak of what rank 0 held beyond its libraries.
     """
+    # Here, so that ranks, which are forked where that is possible, have it.
+    _use_transformers()
     times_s: dict[str, list[float]] = {THEIRS: [], OURS: []}
     memory: dict[str, int] = {}
     for number in range(num_rounds):
         for name in (THEIRS, OURS) if number % 2 else (OURS, THEIRS):
             raw_files.set_cached(Path(path), not cold)
-            time_s, num_bytes = _measure(name, path)
+            time_s, num_bytes = run(import_on_rank, name, path, num_processes=num_ranks, debug=False)
             times_s[name].append(time_s)
             memory[name] = max(memory.get(name, 0), num_bytes)
-    title = f"import of a Hugging Face folder, {'cold' if cold else 'warm'}, one process, bfloat16"
-    return Comparison(title=title, times_s=times_s, targets={OURS: 1 / 2.0}), memory
+    title = f"import of a Hugging Face folder, {'cold' if cold else 'warm'}, {num_ranks} ranks, bfloat16"
+    return Comparison(title=title, times_s=times_s, targets={OURS: AIM}), memory
 
 
-def _measure(name: str, path: str) -> tuple[float, int]:
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.bench.hub", name, path], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{name} failed: {done.stderr[-2000:]}")
-    time_s, num_bytes = json.loads(done.stdout.splitlines()[-1])
-    return time_s, num_bytes
+def import_on_rank(name: str, path: str) -> tuple[float, int]:
+    """One import, by all ranks of a job.
 
+    Args:
+        name: `THEIRS` or `OURS`.
+        path: The folder.
 
-def _import_theirs(path: str) -> Callable[[], list[Tensor]]:
-    import transformers
-
-    # What a first use imports is not the import of a model.
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1))
-
-    def load() -> list[Tensor]:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-        return list(model.parameters())
-
-    return load
-
-
-def _import_ours(path: str) -> Callable[[], list[Tensor]]:
-    layout = ParallelConfig(data_parallel="none", dp_shard=1)
-    mesh = build_mesh(layout, "cpu")
-
-    def load() -> list[Tensor]:
-        config = from_hub_config(read_hub_config(path))
-        with torch.device("meta"):
-            model = family_of(config).build(config).bfloat16()
-        trained = parallelize(model, mesh, layout, family_of(config).plan(config))
-        allocate(trained)
-        load_hub(path, trained, hub_names(config))
-        return list(trained.named_parameters().values())
-
-    return load
-
-
-def main() -> None:
-    """Measures one contender in this process and prints seconds and bytes as JSON."""
-    name, path = sys.argv[1:]
-    torch.set_num_threads(os.cpu_count() or 1)
-    load = (_import_theirs if name == THEIRS else _import_ours)(path)
+    Returns:
+        Seconds until the last rank has its parameters, and bytes by which this rank's peak memory has grown.
+    """
+    mesh = build_mesh(LAYOUT, "cpu")
+    if name == THEIRS:
+        _use_transformers()
     cpu = torch.device("cpu")
     # Linux starts the peak anew from what is resident now.
     Path("/proc/self/clear_refs").write_text("5")
-    before, start_s = peak_bytes(cpu), time.perf_counter()
-    for values in load():
-        # What is mapped into memory and not there yet would cost the first step.
-        values.detach().view(-1)[::PAGE_ELEMENTS].sum()
-    print(json.dumps([time.perf_counter() - start_s, peak_bytes(cpu) - before]))
+    before = peak_bytes(cpu)
+    dist.barrier()
+    start_s = time.perf_counter()
+    for values in _import_theirs(path) if name == THEIRS else _import_ours(path, mesh):
+        values.view(-1)[:: PAGE_BYTES // values.itemsize].mul_(1)
+    dist.barrier()
+    return time.perf_counter() - start_s, peak_bytes(cpu) - before
 
 
-if __name__ == "__main__":
-    main()
+def _use_transformers() -> None:
+    """Imports what a first model imports, which is not the import of a folder."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1))
+
+
+def _import_theirs(path: str) -> list[Tensor]:
+    import transformers
+
+    return [each.detach() for each in transformers.AutoModelForCausalLM.from_pretrained(path).parameters()]
+
+
+def _import_ours(path: str, mesh: Mesh) -> list[Tensor]:
+    config = from_hub_config(read_hub_config(path))
+    trained = _empty(config, mesh)
+    load_hub(path, trained, hub_names(config))
+    return [local_part(each) for each in trained.named_parameters().values()]
+
+
+def _empty(config: ModelConfig, mesh: Mesh) -> Trained:
+    with torch.device("meta"):
+        model = family_of(config).build(config).bfloat16()
+    trained = parallelize(model, mesh, LAYOUT, family_of(config).plan(config))
+    allocate(trained, clear=False)
+    return trained
