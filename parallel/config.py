@@ -5,6 +5,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
+from parallel.checks import check_integer
 from parallel.contradictions import check_axes, check_backend, check_strategy
 from parallel.traits import TRAITS
 
@@ -15,7 +16,6 @@ ContextParallelMethod = Literal["allgather", "ring", "ulysses"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 ComputeDtype = Literal["stored", "float32", "bfloat16"]
 ReduceGradients = Literal["every_micro_batch", "last"]
-
 Units = Literal["block", "size", "model"]
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -97,9 +97,13 @@ class Sharding:
         """
         _check_choices(self)
         for name, minimum in (("unit_min_parameters", 1), ("forward_prefetch", 0), ("backward_prefetch", 0)):
-            _check_integer(name, getattr(self, name), minimum)
+            check_integer(name, getattr(self, name), minimum=minimum)
         if self.reshard_group is not None:
-            _check_integer("reshard_group", self.reshard_group, 2)
+            check_integer("reshard_group", self.reshard_group, minimum=2)
+        if self.units != "size" and self.unit_min_parameters != type(self).unit_min_parameters:
+            raise ValueError(
+                f"unit_min_parameters={self.unit_min_parameters} needs units='size'; units is {self.units!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,22 +203,29 @@ class ParallelConfig:
         _check_choices(self)
         for name in DEGREES:
             degree = getattr(self, name)
-            if isinstance(degree, bool) or not isinstance(degree, int):
-                raise ValueError(f"{name}={degree!r} must be an integer")
-            if degree == -1 and name == "dp_shard":
-                continue
-            if degree < 1:
-                only = "" if name == "dp_shard" else "; only dp_shard may be -1 (the ranks that are left)"
-                raise ValueError(f"{name}={degree} must be at least 1{only}")
-        _check_integer("activation_checkpoint_every", self.activation_checkpoint_every, 1)
+            if type(degree) is not int or degree != -1:
+                check_integer(name, degree, minimum=1)
+            elif name != "dp_shard":
+                raise ValueError(f"{name}=-1 must be at least 1; only dp_shard may be -1 (the ranks that are left)")
+        check_integer("activation_checkpoint_every", self.activation_checkpoint_every, minimum=1)
+        self._check_recomputation()
+        check_axes(self)
+        check_backend(self)
+        check_strategy(self)
+
+    def _check_recomputation(self) -> None:
+        """Refuses fields of activation checkpointing that the way which was chosen does not read."""
         if self.activation_checkpoint_every > 1 and self.activation_checkpointing == "none":
             raise ValueError(
                 f"activation_checkpoint_every={self.activation_checkpoint_every} needs activation_checkpointing 'full' "
                 "or 'selective'; it is 'none'"
             )
-        check_axes(self)
-        check_backend(self)
-        check_strategy(self)
+        policy, default = self.activation_checkpoint_policy, type(self).activation_checkpoint_policy
+        if policy != default and self.activation_checkpointing != "selective":
+            raise ValueError(
+                f"activation_checkpoint_policy={policy!r} needs activation_checkpointing 'selective'; it is "
+                f"{self.activation_checkpointing!r}"
+            )
 
     @property
     def resolved_strategy(self) -> Strategy:
@@ -225,11 +236,6 @@ class ParallelConfig:
     def is_hybrid(self) -> bool:
         """Whether parameters are sharded over fsdp and replicated over dp_replicate."""
         return self.resolved_strategy in ("hybrid_shard", "hybrid_shard_zero2")
-
-
-def _check_integer(name: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name}={value!r} must be an integer of at least {minimum}")
 
 
 def _check_choices(config: object) -> None:

@@ -99,6 +99,7 @@ class GenerateCommand:
             compile=False,
             activation_checkpointing="none",
             activation_checkpoint_every=1,
+            activation_checkpoint_policy=ParallelConfig.activation_checkpoint_policy,
         )
 
 

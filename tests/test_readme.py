@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from recipes.find import find_recipe, recipe_names
+from recipes.find import FAMILIES, find_recipe, recipe_names
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,7 +38,7 @@ def test_the_recipe_file_of_the_readme_makes_a_recipe_that_fits_two_ranks(tmp_pa
 
 def test_every_recipe_that_the_readme_names_is_there() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert set(recipe_names()) == set(re.findall(r"`((?:llama|smollm2)_\w+)`", readme))
+    assert set(recipe_names()) == set(re.findall(rf"`((?:{'|'.join(FAMILIES)})\w+)`", readme))
 
 
 def test_every_command_of_the_readme_names_a_module_that_is_there() -> None:

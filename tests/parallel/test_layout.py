@@ -72,8 +72,12 @@ def test_what_no_code_does_yet_is_refused_by_name(fields: dict[str, Any], messag
         ({"tp": 2.0}, "tp=2.0 must be an integer"),
         ({"tp": True}, "tp=True must be an integer"),
         ({"compile": "yes"}, "compile='yes' must be true or false"),
-        ({"activation_checkpoint_every": 0}, "activation_checkpoint_every=0 must be an integer of at least 1"),
+        ({"activation_checkpoint_every": 0}, "activation_checkpoint_every=0 must be at least 1"),
         ({"activation_checkpoint_every": 2}, "needs activation_checkpointing 'full' or 'selective'; it is 'none'"),
+        (
+            {"activation_checkpointing": "full", "activation_checkpoint_policy": "attention"},
+            "activation_checkpoint_policy='attention' needs activation_checkpointing 'selective'; it is 'full'",
+        ),
         ({"strategy": "shard_grad_op", "dp_replicate": 2}, "use 'hybrid_shard'"),
         (
             {"data_parallel": "ddp", "sharding": Sharding(cpu_offload=True)},
@@ -114,9 +118,11 @@ def test_an_unknown_dtype_is_refused_with_the_legal_ones() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"forward_prefetch": -1}, "forward_prefetch=-1 must be an integer of at least 0"),
-        ({"unit_min_parameters": 0}, "unit_min_parameters=0 must be an integer of at least 1"),
-        ({"reshard_group": 1}, "reshard_group=1 must be an integer of at least 2"),
+        ({"forward_prefetch": -1}, "forward_prefetch=-1 must be at least 0"),
+        ({"unit_min_parameters": 0}, "unit_min_parameters=0 must be at least 1"),
+        ({"unit_min_parameters": 5000}, "unit_min_parameters=5000 needs units='size'; units is 'block'"),
+        ({"unit_min_parameters": 5000.0}, "unit_min_parameters=5000.0 must be an integer"),
+        ({"reshard_group": 1}, "reshard_group=1 must be at least 2"),
         ({"units": "layer"}, "unknown units 'layer'; legal: block, size, model"),
         ({"cpu_offload": 1}, "cpu_offload=1 must be true or false"),
     ],
