@@ -52,7 +52,7 @@ class DryRun:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, tied ones once."""
+        """Parameters of the whole model, with pp of what the rank has of it; tied ones once."""
         return sum(torch.Size(each.shape).numel() for each in self.shards.values())
 
     @property
