@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from parallel.config import ParallelConfig
-from parallel.plan import ParallelPlan, TensorParallelStyle, matching
+from parallel.plan import ParallelPlan, TensorParallelStyle, Unit, matching
 from parallel.traits import TRAITS
 from parallel.units import choose_units, kept_unit
 
@@ -110,35 +110,42 @@ def model_parts(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) ->
     styles = {fqn: style for pattern, style in plan.tensor_parallel.items() for fqn in matching(pattern, modules)}
     members: list[list[ParameterSpec]] = [[] for _ in (*units, "root")]
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        if fqn in aliases:
-            continue
-        around = [
-            (len(name), index)
-            for index, unit in enumerate(units)
-            for name in unit.modules
-            if fqn.startswith(f"{name}.")
-        ]
-        style = styles.get(fqn.rpartition(".")[0])
-        tp_dim = _SPLIT.get(style) if style is not None else None
-        spec = ParameterSpec(
-            fqn=fqn,
-            shape=tuple(parameter.shape),
-            dtype=parameter.dtype,
-            trainable=parameter.requires_grad,
-            tp_dim=tp_dim if tp_dim is not None and tp_dim < parameter.dim() else None,
-        )
-        members[max(around, default=(0, len(units)))[1]].append(spec)
-    strategy, kept = config.resolved_strategy, kept_unit(chosen, config.sharding)
-    specs: list[UnitSpec] = []
-    for unit, own in zip(units, members, strict=False):
-        needed = unit.backward_needs_weights or flattens
-        is_kept = needed and (unit is kept or strategy not in ("full_shard", "hybrid_shard"))
-        is_kept = is_kept or strategy == "no_shard"
-        again = needed and not is_kept
-        specs.append(UnitSpec(parameters=tuple(own), kept=is_kept, gathered_again=again))
+        if fqn not in aliases:
+            spec = _parameter_spec(fqn, parameter, styles.get(fqn.rpartition(".")[0]))
+            members[_innermost_unit(fqn, units)].append(spec)
+    kept = kept_unit(chosen, config.sharding)
+    specs = [_unit_spec(unit, own, unit is kept, config) for unit, own in zip(units, members, strict=False)]
     # The root is needed again as soon as backward starts.
     specs.append(UnitSpec(parameters=tuple(members[-1]), kept=True, gathered_again=False))
     return ModelParts(config=config, plan=plan, styles=styles, units=tuple(specs))
+
+
+def _parameter_spec(fqn: str, parameter: nn.Parameter, style: TensorParallelStyle | None) -> ParameterSpec:
+    tp_dim = _SPLIT.get(style) if style is not None else None
+    return ParameterSpec(
+        fqn=fqn,
+        shape=tuple(parameter.shape),
+        dtype=parameter.dtype,
+        trainable=parameter.requires_grad,
+        tp_dim=tp_dim if tp_dim is not None and tp_dim < parameter.dim() else None,
+    )
+
+
+def _innermost_unit(fqn: str, units: Sequence[Unit]) -> int:
+    """Place of the unit that takes a parameter; one behind the last for the root."""
+    around = [
+        (len(name), index) for index, unit in enumerate(units) for name in unit.modules if fqn.startswith(f"{name}.")
+    ]
+    return max(around, default=(0, len(units)))[1]
+
+
+def _unit_spec(unit: Unit, own: Sequence[ParameterSpec], stays: bool, config: ParallelConfig) -> UnitSpec:
+    """A unit, which `stays` gathered by choice or by the strategy; `fully_shard` frees what backward does without."""
+    strategy = config.resolved_strategy
+    needed = unit.backward_needs_weights or TRAITS[config.data_parallel].flattens
+    stays = stays or strategy not in ("full_shard", "hybrid_shard")
+    is_kept = strategy == "no_shard" or (needed and stays)
+    return UnitSpec(parameters=tuple(own), kept=is_kept, gathered_again=needed and not is_kept)
 
 
 def part(size: int, ranks: int, rank: int) -> int:
