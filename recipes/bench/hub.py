@@ -32,6 +32,7 @@ MODEL = LlamaConfig(
     tied_embeddings=True,
 )
 """About 0.43 thousand million parameters, in bfloat16 0.86 GB."""
+TINY = LlamaConfig(num_layers=1, width=8, num_heads=2, num_kv_heads=1, feed_forward_width=8, vocab_size=8)
 LAYOUT = ParallelConfig()
 PAGE_BYTES = 4096
 THEIRS, OURS = "transformers from_pretrained", "ours"
@@ -92,8 +93,11 @@ def import_on_rank(name: str, path: str) -> tuple[float, int]:
         Seconds until the last rank has its parameters, and bytes by which this rank's peak memory has grown.
     """
     mesh = build_mesh(LAYOUT, "cpu")
+    # What a first model imports is not the import of a folder.
     if name == THEIRS:
         _use_transformers()
+    else:
+        _empty(TINY, mesh)
     cpu = torch.device("cpu")
     # Linux starts the peak anew from what is resident now.
     Path("/proc/self/clear_refs").write_text("5")
@@ -107,11 +111,12 @@ def import_on_rank(name: str, path: str) -> tuple[float, int]:
 
 
 def _use_transformers() -> None:
-    """Imports what a first model imports, which is not the import of a folder."""
+    """Makes a first model."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1))
+    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+    transformers.AutoModelForCausalLM.from_config(config)
 
 
 def _import_theirs(path: str) -> list[Tensor]:
