@@ -1,7 +1,7 @@
 """Runs a model that is cut into stages along the `pp` axis."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from parallel.batch import Batch
 from parallel.config import ParallelConfig
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan
-from parallel.replicas import local_part
 from parallel.stages import Stage, check_micro_batches, cut, part_of_plan, stage_module, traits_of
+from parallel.tied_stages import TiedStages
 
 # B batch, S this rank's tokens, D model, V vocabulary
 
@@ -52,7 +52,7 @@ class Pipeline(nn.Module):
         stored = next(each.dtype for each in source.parameters() if each.is_floating_point())
         self._dtype = config.precision.compute_dtype or stored
         parts = {each: source if len(own) == 1 else stage_module(source, plan, each) for each in own}
-        self._tied = _Tied(parts, self._cut, plan, self._group)
+        self._tied = TiedStages(parts, self._cut, plan, self._group)
         wrapped = {
             str(stage.index): backend.wrap(part, mesh, config, part_of_plan(plan, stage.modules))
             for stage, part in parts.items()
@@ -212,61 +212,3 @@ class Pipeline(nn.Module):
             for each in given:
                 dist.recv(each, group_src=source, group=self._group)
         return given
-
-
-class _Tied:
-    """Parameters of the first stage of which the last one has a copy.
-
-    Both get the sum of the two gradients and so take the same steps.
-
-    Attributes:
-        copies: Those of the last stage, if it is this rank's.
-    """
-
-    def __init__(
-        self, parts: Mapping[Stage, nn.Module], stages: Sequence[Stage], plan: ParallelPlan, group: dist.ProcessGroup
-    ) -> None:
-        self._group, self._ends = group, (stages[0].rank, stages[-1].rank)
-        self._names = plan.tied
-        self._first, self._last = (
-            next((part for stage, part in parts.items() if stage is end), None) for end in (stages[0], stages[-1])
-        )
-
-    @property
-    def copies(self) -> list[nn.Parameter]:
-        return [] if self._last is None else [self._last.get_parameter(name) for _, name in self._names]
-
-    @property
-    def _originals(self) -> list[nn.Parameter]:
-        return [] if self._first is None else [self._first.get_parameter(name) for name, _ in self._names]
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Where one rank has both, its optimizer knows the first only."""
-        if self._first is not None and self._last is not None:
-            for original, copied in zip(self._originals, self.copies, strict=True):
-                local_part(copied).copy_(local_part(original))
-                copied.grad = None
-
-    @torch.no_grad()
-    def sum_gradients(self) -> None:
-        """Gives both the sum of the two gradients."""
-        if self._first is not None and self._last is not None:
-            for original, copied in zip(self._originals, self.copies, strict=True):
-                if original.grad is not None and copied.grad is not None:
-                    local_part(original.grad).add_(local_part(copied.grad))
-                copied.grad = None
-            return
-        peer = self._ends[0] if self._first is None else self._ends[1]
-        for own in self._originals or self.copies:
-            if own.grad is None:
-                continue
-            mine = local_part(own.grad)
-            theirs = torch.empty_like(mine)
-            ops = [
-                dist.P2POp(dist.isend, mine.contiguous(), group=self._group, group_peer=peer),
-                dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=peer),
-            ]
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-            mine.add_(theirs)

@@ -65,12 +65,20 @@ class Stage:
 
 
 def traits_of(config: ParallelConfig) -> ScheduleTraits:
-    """What the schedule of a config asks for."""
+    """What the schedule of a config asks for.
+
+    Args:
+        config: The layout.
+    """
     return SCHEDULES[config.schedule or "1f1b"]
 
 
 def num_stages(config: ParallelConfig) -> int:
-    """Stages of the whole pipeline."""
+    """Stages of the whole pipeline.
+
+    Args:
+        config: The layout.
+    """
     return len(config.stages) if config.stages else config.pp * traits_of(config).fewest
 
 
