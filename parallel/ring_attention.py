@@ -160,7 +160,7 @@ class _RingAttention(torch.autograd.Function):
                 grad[rows], (q[rows], k, v), out[rows], lse[rows], mask=mask, causal=step.causal and mask is None
             )
             grad_q[rows] += part_q
-            part = torch.stack(part_kv).transpose(2, 3)
+            part = torch.stack([each.transpose(1, 2) for each in part_kv])
             part = F.pad(part, (0, 0, 0, 0, 0, kv.shape[2] - part.shape[2]))
             if number == 0:
                 grad_own = part

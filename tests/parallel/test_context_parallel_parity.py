@@ -4,9 +4,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from parallel import ParallelConfig
 from tests.covering import Row, all_pairs, covering_rows, pairs
 from tests.parallel import test_parity as parity
-from tests.parallel.small_model import difference
+from tests.parallel.small_model import Run, adamw, difference
+from tests.ranks import run_ranks
 
 METHODS = ("allgather", "ring", "ulysses")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -83,17 +85,19 @@ def test_five_steps_equal_one_process(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["cp-2", "cp-2 x tp-2"])
 @pytest.mark.parametrize("method", METHODS)
-def test_compiled_blocks_equal_one_process(method: str, layout: str) -> None:
-    world_size, fields = LAYOUTS[layout]
-    case = TABLE[0]._replace(
-        layout=layout,
-        method=method,
-        checkpointing="some ops recomputed" if layout == "cp-2" else "nothing recomputed",
-        optimizer="adamw",
-    )
-    assert_parity(world_size, {"cp": 2, "cp_method": method} | fields, case, compiled="compiled")
+def test_compiled_blocks_equal_one_process(method: str) -> None:
+    case = TABLE[0]._replace(checkpointing="some ops recomputed", optimizer="adamw")
+    assert_parity(2, {"cp": 2, "cp_method": method}, case, compiled="compiled")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_blocks_within_tensor_parallelism_equal_one_process(method: str) -> None:
+    config = ParallelConfig(cp=2, cp_method=method, tp=2, compile=True)  # type: ignore[arg-type]
+    # Four ranks that compile at the same time take minutes on two cores.
+    run = run_ranks(4, parity.run_on_rank, config, adamw, {}, 1, None, (), False, timeout_s=300.0)[0]
+    assert_same(run, parity.one_process("grouped-query", "unclipped", "adamw", "all trained"), 1e-12)
 
 
 def assert_parity(world_size: int, layout: dict[str, Any], case: Case, compiled: str = "not compiled") -> None:
@@ -102,7 +106,11 @@ def assert_parity(world_size: int, layout: dict[str, Any], case: Case, compiled:
     full = parity.Case(**choices, sharding="by block", frozen="all trained", compiled=compiled)
     run = parity.run_case(world_size, layout, full)
     reference = parity.one_process(case.model, case.clipping, case.optimizer, "all trained")
-    tolerance = parity.OPTIMIZERS[case.optimizer][1]
+    assert_same(run, reference, parity.OPTIMIZERS[case.optimizer][1])
+
+
+def assert_same(run: Run, reference: Run, tolerance: float) -> None:
+    """Holds two trainings against each other."""
     assert difference(run.losses, reference.losses) < tolerance
     assert difference(run.norms, reference.norms) < tolerance
     assert run.parameters.keys() == reference.parameters.keys()
