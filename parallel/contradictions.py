@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
+from parallel.schedules import SCHEDULES, traits_of
 from parallel.traits import TRAITS, Traits
 
 if TYPE_CHECKING:
     from parallel.config import ParallelConfig, Sharding
 
-SCHEDULES = "gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble, zbv_zero_bubble, dual_pipe_v"
 CONTEXT_PARALLEL_METHODS = "allgather, ring, ulysses"
 
 
@@ -18,7 +18,7 @@ def check_axes(config: "ParallelConfig") -> None:
         ValueError: If one lacks the other.
     """
     if config.pp > 1 and config.schedule is None:
-        raise ValueError(f"pp={config.pp} needs a schedule; legal: {SCHEDULES}")
+        raise ValueError(f"pp={config.pp} needs a schedule; legal: {', '.join(SCHEDULES)}")
     if config.pp == 1 and config.schedule is not None:
         raise ValueError(f"schedule={config.schedule!r} needs pipeline stages (pp > 1); pp is 1")
     _check_pipeline(config)
@@ -51,8 +51,9 @@ def _check_pipeline(config: "ParallelConfig") -> None:
             f"with pp={config.pp} every unit stays gathered until the step ends, so {config.sharding} has no meaning; "
             "leave reshard_group and keep_last_unit out"
         )
-    if config.schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
+    if not traits_of(config).splits_backward:
         return
+    whole = ", ".join(name for name, traits in SCHEDULES.items() if not traits.splits_backward)
     # Gradients of weights are computed apart from those of inputs, by a second walk through a block's graph.
     for name, value, without in (
         ("compile", config.compile, False),
@@ -61,7 +62,7 @@ def _check_pipeline(config: "ParallelConfig") -> None:
         if value:
             raise ValueError(
                 f"schedule={config.schedule!r} goes backward through each block twice, which "
-                f"{name}={getattr(config, name)!r} does not allow; use gpipe, 1f1b or interleaved_1f1b, or "
+                f"{name}={getattr(config, name)!r} does not allow; use {whole}, or "
                 f"{name}={without!r}"
             )
 

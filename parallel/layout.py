@@ -6,7 +6,7 @@ from dataclasses import replace
 from parallel.activation_checkpoint import check_policy
 from parallel.config import ParallelConfig
 from parallel.plan import ModelShape
-from parallel.stages import check_micro_batches, check_stages
+from parallel.schedules import check_micro_batches, check_stages
 from parallel.traits import TRAITS
 
 

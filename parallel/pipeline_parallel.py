@@ -15,7 +15,8 @@ from parallel.batch import Batch
 from parallel.config import ParallelConfig
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan
-from parallel.stages import Stage, check_micro_batches, cut, part_of_plan, stage_module, traits_of
+from parallel.schedules import check_micro_batches, traits_of
+from parallel.stages import Stage, cut, part_of_plan, stage_module
 from parallel.tied_stages import TiedStages
 
 # B batch, S this rank's tokens, D model, V vocabulary

@@ -10,7 +10,7 @@ from models.config import ModelConfig
 from models.registry import family_of
 from parallel import ParallelConfig
 from parallel.layout import check_built, check_layout, check_sequence_length, resolve
-from parallel.stages import check_micro_batches
+from parallel.schedules import check_micro_batches
 from recipes.checks import check_integer, check_number
 from recipes.data import DataConfig, check_vocabulary
 from recipes.launchers import is_first_rank

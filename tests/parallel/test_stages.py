@@ -14,18 +14,8 @@ from models.llama.model import Llama
 from models.llama.plan import llama_plan
 from parallel import ParallelConfig
 from parallel.plan import Block, ParallelPlan
-from parallel.stages import (
-    SCHEDULES,
-    balance,
-    check_cut,
-    check_micro_batches,
-    check_stages,
-    cut,
-    keep_part,
-    part_of_plan,
-    placement,
-    stage_module,
-)
+from parallel.schedules import SCHEDULES, check_micro_batches, check_stages, placement
+from parallel.stages import balance, check_cut, cut, keep_part, part_of_plan, stage_module
 
 CONFIG = LlamaConfig(num_layers=6)
 PLAN = llama_plan(CONFIG)
