@@ -59,6 +59,8 @@ def _agreements(parts: ModelParts) -> Iterator[Term]:
     # Valid tokens, refusals, micro-batches and their square.
     yield Term(name="token count", channel=over, payload_bytes=4 * INT64)
     yield Term(name="loss", channel=over, payload_bytes=FLOAT64)
+    num_loads = sum(block.has_experts for block in parts.plan.blocks) * parts.plan.shape.num_experts
+    yield Term(name="expert load", channel=over, payload_bytes=num_loads * INT64)
     # Least and most of a hash of the micro-batches: ranks that share matrices or sequences need the same ones.
     for view in ("cp", "tp"):
         peers = channel(parts.config, "all_reduce", view, "forward")

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from models.llama.config import LlamaConfig
 from models.llama.model import Llama
 from models.llama.plan import llama_plan
+from models.moe import Moe, MoeConfig
 from parallel import Buckets, CollectiveCounter, ParallelConfig, Precision, Sharding, Trained
 from parallel.layout import resolve
 from parallel.ledger.parts import model_parts
@@ -15,6 +17,7 @@ from parallel.ledger.term import Term, Traffic, counted_traffic, traffic
 from parallel.ledger.traffic import StepShape, predict_traffic
 from parallel.ledger.wire import central_gather_bytes, ring_bytes
 from parallel.traits import TRAITS
+from tests.models.moe import small_moe
 from tests.parallel.small_model import adamw, batches, build
 from tests.ranks import run_ranks
 
@@ -31,7 +34,7 @@ def whole(config: LlamaConfig, frozen: tuple[str, ...] = ()) -> Llama:
     return model
 
 
-def step(trained: Trained, model: Llama, num_micro_batches: int) -> tuple[Traffic, tuple[Term, ...]]:
+def step(trained: Trained, model: nn.Module, num_micro_batches: int) -> tuple[Traffic, tuple[Term, ...]]:
     """What this rank sent in a step of training, and the terms that were predicted before it."""
     mine = batches(trained.mesh, 0, num_micro_batches)
     optimizer = trained.build_optimizer(adamw)
@@ -145,6 +148,28 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
 def test_predicted_payloads_equal_the_counted_ones(name: str) -> None:
     world_size, fields, model, num_micro_batches = CASES[name]
     for counted, terms in run_ranks(world_size, both, fields, model, num_micro_batches, ()):
+        assert traffic(terms) == counted
+
+
+BIASED = small_moe.MODELS["sigmoid, loss, bias, shared, dense"]
+
+
+def of_experts(fields: dict[str, Any], model: dict[str, Any]) -> Any:
+    trained = small_moe.build(ParallelConfig(**fields), model, dtype=torch.float32)
+    with torch.device("meta"):
+        whole_model = Moe(MoeConfig(**model))
+    return step(trained, whole_model, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "model"),
+    [({}, BIASED), ({"data_parallel": "ddp"}, BIASED), (FSDP1, BIASED | {"balance_rate": 0.0})],
+    ids=["fsdp2", "ddp", "fsdp1"],
+)
+def test_what_ranks_tell_each_other_of_experts_is_predicted_too(fields: dict[str, Any], model: dict[str, Any]) -> None:
+    for counted, terms in run_ranks(2, of_experts, fields, model):
+        # Two of three layers have experts.
+        assert [term.payload_bytes for term in terms if term.name == "expert load"] == [2 * MoeConfig().num_experts * 8]
         assert traffic(terms) == counted
 
 
