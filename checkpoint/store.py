@@ -12,10 +12,12 @@ from typing import TypeVar
 from checkpoint import files, optimizer_state, steps, writer
 from checkpoint.canonical import MODEL_PREFIX
 from checkpoint.differences import Differences
+from checkpoint.fit import Fit
+from checkpoint.load_options import PARTS, LoadOptions, Part
 from checkpoint.manifest import MANIFEST_NAME, Manifest
 from checkpoint.ranks import Ranks
 from checkpoint.reader import ShardReader
-from checkpoint.restore import PARTS, LoadOptions, Part, Restore
+from checkpoint.restore import Restore
 from checkpoint.retention import Retention
 from checkpoint.selection import Keys
 from checkpoint.state import FlatState, TrainState, flatten
@@ -167,8 +169,9 @@ def _load(found: Path, text: bytes, state: TrainState, options: LoadOptions, ran
     manifest = undamaged(lambda: Manifest.from_text(text, str(found / MANIFEST_NAME)))
     held = ranks.together(where, lambda: list(state.trained.named_parameters()))
     elsewhere = frozenset(chain(*ranks.distinct(held, digest(to_json(held, "parameters"))).values())) - set(held)
-    restore = ranks.together(where, lambda: Restore(state, manifest, ranks, options, elsewhere))
-    differences = ranks.together(where, lambda: _checked(found, restore))
+    fit = ranks.together(where, lambda: Fit(state, manifest, options, elsewhere))
+    differences = ranks.together(where, lambda: _checked(found, fit))
+    restore = Restore(fit, ranks)
     reads = undamaged(lambda: ShardReader(found, manifest).prepare(restore.slices()))
     try:
         ranks.together(where, restore.begin)
@@ -201,9 +204,9 @@ def _next(path: Path, candidates: Iterator[Path], damage: ValueError | None) -> 
     return found, files.read_text(found)
 
 
-def _checked(path: Path, restore: Restore) -> Differences:
-    differences = restore.check()
-    refused = differences if restore.options.strict else differences.of_optimizer()
+def _checked(path: Path, fit: Fit) -> Differences:
+    differences = fit.check()
+    refused = differences if fit.options.strict else differences.of_optimizer()
     if refused.describe():
         raise ValueError(f"{path} does not fit the state to load; nothing was changed\n{refused.describe()}")
     return differences

@@ -8,8 +8,11 @@ import tyro
 from recipes.checkpoints.convert import ExportHf, ImportHf, Reshard
 from recipes.checkpoints.dcp import ExportDcp, ImportDcp
 from recipes.checkpoints.difference import Diff
-from recipes.checkpoints.listing import Ls, Prune, Show, Verify
+from recipes.checkpoints.listing import Ls
+from recipes.checkpoints.pruning import Prune
 from recipes.checkpoints.report import EXIT_CODES
+from recipes.checkpoints.show import Show
+from recipes.checkpoints.verification import Verify
 from recipes.launchers import is_first_rank
 from recipes.messages import one_message
 

@@ -73,6 +73,88 @@ def _largest(values: Tensor) -> float:
     return float(values.abs().nan_to_num(nan=float("inf")).max())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How two sets of tensors differ.
+
+    Attributes:
+        only_a: Names that one of them has alone.
+        only_b: Names that the other has alone.
+        shapes: Names whose shapes differ; their values are not compared.
+        dtypes: Names whose dtypes differ.
+        num_equal: Tensors whose values are equal.
+        differences: Those whose values differ, the farthest apart first.
+    """
+
+    only_a: list[str]
+    only_b: list[str]
+    shapes: list[str]
+    dtypes: list[str]
+    num_equal: int
+    differences: list[Difference]
+
+    @property
+    def is_different(self) -> bool:
+        """Whether anything differs."""
+        return bool(self.only_a or self.only_b or self.shapes or self.dtypes or self.differences)
+
+    def shown(self, num_listed: int) -> list[RenderableType]:
+        """The comparison for people.
+
+        Args:
+            num_listed: How many of the largest differences to list.
+        """
+        headings = {
+            "only in a": self.only_a,
+            "only in b": self.only_b,
+            "of another shape": self.shapes,
+            "of another dtype": self.dtypes,
+        }
+        shown: list[RenderableType] = [
+            f"{what} ({len(names)}): {', '.join(names)}" for what, names in headings.items() if names
+        ]
+        if self.differences:
+            table = Table("tensor", "max |a - b|", "of max |b|", "elements that differ", title="largest differences")
+            for each in self.differences[:num_listed]:
+                largest, relative = (
+                    "not a number" if value is None else f"{value:.3g}" for value in (each.largest, each.relative)
+                )
+                table.add_row(each.name, largest, relative, f"{each.num_different:,} of {each.num_elements:,}")
+            shown.append(table)
+        return [*shown, f"{self.num_equal} tensors are equal, {len(self.differences)} differ in values"]
+
+
+def compare_all(a: Source, b: Source, prefix: str = "") -> Comparison:
+    """Compares all tensors whose names begin alike; shows how far it has come.
+
+    Args:
+        a: One set of tensors.
+        b: The other.
+        prefix: How their names begin.
+    """
+    of_a, of_b = ([name for name in each.tensors if name.startswith(prefix)] for each in (a, b))
+    common = [name for name in of_a if name in b.tensors]
+    shapes = [name for name in common if a.tensors[name][1] != b.tensors[name][1]]
+    found: list[Difference] = []
+    with progress("compare", total_bytes(a)) as advance:
+        for name in common:
+            if name not in shapes:
+                found.append(compare(name, a, b))
+                advance(found[-1].num_elements * a.tensors[name][0].itemsize)
+    return Comparison(
+        only_a=[name for name in of_a if name not in b.tensors],
+        only_b=[name for name in of_b if name not in a.tensors],
+        shapes=shapes,
+        dtypes=[name for name in common if a.tensors[name][0] != b.tensors[name][0]],
+        num_equal=sum(not each.num_different for each in found),
+        differences=sorted(
+            (each for each in found if each.num_different),
+            key=lambda each: float("inf") if each.largest is None else each.largest,
+            reverse=True,
+        ),
+    )
+
+
 def open_source(path: str) -> Source:
     """The tensors of a checkpoint or of a Hugging Face folder under our names.
 
@@ -109,49 +191,6 @@ class Diff:
     def run(self) -> Report:
         """Reads both."""
         a, b = open_source(self.a), open_source(self.b)
-        of_a, of_b = (
-            [name for name in each.tensors if not self.model or name.startswith(MODEL_PREFIX)] for each in (a, b)
-        )
-        only_a, only_b = ([name for name in one if name not in other.tensors] for one, other in ((of_a, b), (of_b, a)))
-        names = [name for name in of_a if name in b.tensors]
-        shapes = [name for name in names if a.tensors[name][1] != b.tensors[name][1]]
-        dtypes = [name for name in names if a.tensors[name][0] != b.tensors[name][0]]
-        found: list[Difference] = []
-        with progress("compare", total_bytes(a)) as advance:
-            for name in names:
-                if name not in shapes:
-                    found.append(compare(name, a, b))
-                    advance(found[-1].num_elements * a.tensors[name][0].itemsize)
-        differing = sorted(
-            (each for each in found if each.num_different),
-            key=lambda each: float("inf") if each.largest is None else each.largest,
-            reverse=True,
-        )
-        table = Table("tensor", "max |a - b|", "of max |b|", "elements that differ", title="largest differences")
-        for each in differing[: self.largest]:
-            largest, relative = (
-                "not a number" if value is None else f"{value:.3g}" for value in (each.largest, each.relative)
-            )
-            table.add_row(each.name, largest, relative, f"{each.num_different:,} of {each.num_elements:,}")
-        lines = [
-            f"{what} ({len(listed)}): {', '.join(listed)}"
-            for what, listed in (
-                ("only in a", only_a),
-                ("only in b", only_b),
-                ("of another shape", shapes),
-                ("of another dtype", dtypes),
-            )
-            if listed
-        ]
-        summary = f"{len(found) - len(differing)} tensors are equal, {len(differing)} differ in values"
-        values = {
-            "only_a": only_a,
-            "only_b": only_b,
-            "shapes": shapes,
-            "dtypes": dtypes,
-            "num_equal": len(found) - len(differing),
-            "differences": [asdict(each) for each in differing],
-        }
-        is_different = bool(only_a or only_b or shapes or dtypes or differing)
-        shown: list[RenderableType] = [*lines, *([table] if differing else []), summary]
-        return Report(values=values, shown=shown, exit_code=DIFFERENT if is_different else 0)
+        found = compare_all(a, b, MODEL_PREFIX if self.model else "")
+        exit_code = DIFFERENT if found.is_different else 0
+        return Report(values=asdict(found), shown=found.shown(self.largest), exit_code=exit_code)

@@ -1,22 +1,19 @@
-"""Lists, shows, verifies and prunes checkpoints."""
+"""Lists the checkpoints of a folder."""
 
 import os
 import time
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.table import Table
 
-from checkpoint import Manifest, read_manifest, steps, verify
+from checkpoint import Manifest, read_manifest
 from checkpoint.manifest import MANIFEST_NAME
-from checkpoint.retention import Retention, is_protected
+from checkpoint.retention import is_protected
 from checkpoint.steps import REPLACED_NAME, STEP_NAME, TEMPORARY_NAME
-from recipes.checkpoints.report import DIFFERENT, Report, progress
-from recipes.folder_lock import FolderLock
-from recipes.from_checkpoint import find_checkpoint
+from recipes.checkpoints.report import Report
 from recipes.metrics import format_bytes
 
 
@@ -85,7 +82,7 @@ def _listed(path: Path) -> Listed:
         path=str(path),
         step=int(path.name.lstrip(".").removeprefix("step-").partition(".")[0]),
         num_bytes=sum(each.st_size for each in sizes),
-        layout=None if manifest is None else _describe_layout(manifest),
+        layout=None if manifest is None else describe_layout(manifest),
         complete=manifest is not None,
         protected=is_protected(path),
         age_s=max(0.0, time.time() - written.stat().st_mtime),
@@ -93,7 +90,8 @@ def _listed(path: Path) -> Listed:
     )
 
 
-def _describe_layout(manifest: Manifest) -> str:
+def describe_layout(manifest: Manifest) -> str:
+    """The degrees of the mesh that wrote a checkpoint, in words."""
     layout, size = manifest.header.layout, manifest.header.world_size
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
     degrees = [f"{axis} {layout[axis]}" for axis in axes if isinstance(layout.get(axis), int) and layout[axis] > 1]
@@ -133,126 +131,3 @@ class Ls:
             table.add_row(str(each.step), size, each.layout or "", complete, age, Path(each.path).name)
         problems = [f"{each.path}: {each.problem}" for each in found if each.problem]
         return Report(values=[asdict(each) for each in found], shown=[table, *problems])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Show:
-    """Shows what a checkpoint holds.
-
-    Attributes:
-        checkpoint: A checkpoint, or a folder of them or of a run, of which the newest is taken.
-        tensors: List all tensors.
-        json: Print JSON, with all tensors.
-        debug: Show the traceback of an error.
-    """
-
-    checkpoint: Annotated[str, tyro.conf.Positional]
-    tensors: bool = False
-    json: bool = False
-    debug: bool = False
-
-    def run(self) -> Report:
-        """Reads the manifest."""
-        path = find_checkpoint(self.checkpoint)
-        manifest = read_manifest(path)
-        header = manifest.header
-        parts: dict[str, list[int]] = {}
-        for name, tensor in manifest.tensors.items():
-            parts.setdefault(name.partition(".")[0], []).append(tensor.num_bytes)
-        table = Table("", "", title=path, show_header=False, title_justify="left")
-        table.add_row("step", f"{header.step:,}, {header.num_tokens:,} tokens")
-        table.add_row(
-            "layout", f"{_describe_layout(manifest)}; {header.world_size} rank(s), {len(manifest.files)} file(s)"
-        )
-        for part, sizes in parts.items():
-            table.add_row(part, f"{len(sizes)} tensors, {format_bytes(sum(sizes))}")
-        table.add_row("optimizer", "none" if header.optimizer is None else str(header.optimizer["class"]))
-        table.add_row("state of", ", ".join(header.stateful) or "nothing else")
-        table.add_row("recipe", str(header.recipe.get("name", "none")))
-        listed = [f"{name}: {str(each.dtype)[6:]} {list(each.shape)}" for name, each in manifest.tensors.items()]
-        values: dict[str, Any] = {
-            "path": path,
-            **vars(header),
-            "files": {name: each.num_bytes for name, each in manifest.files.items()},
-            "tensors": {
-                name: {"dtype": str(each.dtype).removeprefix("torch."), "shape": list(each.shape)}
-                for name, each in manifest.tensors.items()
-            },
-        }
-        return Report(values=values, shown=[table, *(listed if self.tensors else [])])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verify:
-    """Reads checkpoints and checks every byte of them.
-
-    Attributes:
-        path: One checkpoint; or a folder of them or of a run, of which all are checked.
-        json: Print JSON.
-        debug: Show the traceback of an error.
-    """
-
-    path: Annotated[str, tyro.conf.Positional]
-    json: bool = False
-    debug: bool = False
-
-    def run(self) -> Report:
-        """Reads all files."""
-        one = Path(self.path) / MANIFEST_NAME
-        paths = [Path(self.path)] if one.exists() or STEP_NAME.fullmatch(Path(self.path).name) else None
-        if paths is None:
-            folder = folder_of_checkpoints(self.path)
-            paths = [Path(each.path) for each in list_checkpoints(folder) if STEP_NAME.fullmatch(Path(each.path).name)]
-        if not paths:
-            raise ValueError(f"{self.path} holds no checkpoint (a folder step-<number>)")
-        found: dict[str, list[str]] = {}
-        total = sum(each.stat().st_size for path in paths if path.is_dir() for each in path.glob("*.safetensors"))
-        with progress("verify", total) as advance:
-            for path in paths:
-                try:
-                    verify(path, advance)
-                    found[str(path)] = []
-                except ValueError as error:
-                    found[str(path)] = str(error).splitlines()
-        shown = [f"{path}: {'sound' if not problems else 'DAMAGED'}" for path, problems in found.items()]
-        shown += [line for problems in found.values() for line in problems]
-        values = [{"path": path, "sound": not problems, "problems": problems} for path, problems in found.items()]
-        return Report(values=values, shown=shown, exit_code=DIFFERENT if any(found.values()) else 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prune:
-    """Removes complete checkpoints that need not stay, as a run does after each save.
-
-    Attributes:
-        folder: Folder of checkpoints or of a run; of a run that is going on it is refused.
-        keep: The newest that stay.
-        keep_every: Steps that are multiples of this stay too; 0: none.
-        dry_run: Say what would go, and remove nothing.
-        json: Print JSON.
-        debug: Show the traceback of an error.
-    """
-
-    folder: Annotated[str, tyro.conf.Positional]
-    keep: int
-    keep_every: int = 0
-    dry_run: bool = False
-    json: bool = False
-    debug: bool = False
-
-    def run(self) -> Report:
-        """Looks, and removes."""
-        folder = folder_of_checkpoints(self.folder)
-        retention = Retention(last=self.keep, every=self.keep_every or None)
-        with warnings.catch_warnings():
-            # What is not complete stays, and `ls` tells of it.
-            warnings.simplefilter("ignore")
-            complete = [(manifest.header.step, path) for path, manifest in steps.newest_first(folder)]
-            going = retention.superfluous(complete)
-            if going and not self.dry_run:
-                with FolderLock(str(folder.parent if folder.name == "checkpoints" else folder)):
-                    steps.prune(folder, retention, complete[0][1])
-        what = "would remove" if self.dry_run else "removed"
-        kept = [str(path) for _, path in complete if path not in going]
-        values = {"removed": [str(path) for path in going], "kept": kept, "dry_run": self.dry_run}
-        return Report(values=values, shown=[*(f"{what} {path}" for path in going), f"{len(kept)} stay"])

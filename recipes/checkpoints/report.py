@@ -41,7 +41,8 @@ class Report:
         if as_json:
             print(json.dumps(self.values, indent=1, ensure_ascii=False), flush=True)
             return
-        console = Console(highlight=False, soft_wrap=True)
+        # Names and paths may hold brackets.
+        console = Console(highlight=False, soft_wrap=True, markup=False)
         for each in self.shown:
             console.print(each)
 
