@@ -56,9 +56,12 @@ def state_forms(parts: ModelParts) -> tuple[Form, Form, Form]:
     shards = num_shards(config)
     compute = config.precision.compute_dtype
     cast = itemsize if compute is None else compute.itemsize
-    keeps = TRAITS[config.data_parallel].shards and config.resolved_strategy not in ("full_shard", "hybrid_shard")
+    traits = TRAITS[config.data_parallel]
+    keeps = traits.shards and config.resolved_strategy not in ("full_shard", "hybrid_shard")
+    # `fully_shard` computes with a copy even of what is whole; flattened units do not.
+    keeps = keeps and not (traits.flattens and shards == 1)
     own = "P" if shards == 1 else "P/N"
-    if TRAITS[config.data_parallel].splits_optimizer_rows:
+    if traits.splits_optimizer_rows:
         ranks = config.dp_replicate * config.cp
         rest, rest_text = itemsize + 2 * itemsize / ranks, f"{itemsize}P + {2 * itemsize}P/R"
         end, end_text = rest + itemsize, f"{2 * itemsize}P + {2 * itemsize}P/R"

@@ -7,10 +7,13 @@ import torch
 
 from models.llama.config import LlamaConfig
 from models.llama.model import Llama
+from models.llama.plan import llama_plan
 from parallel import ParallelConfig, Precision, Sharding
+from parallel.layout import resolve
 from parallel.ledger.live import LiveMeter
 from parallel.ledger.parts import model_parts
 from parallel.ledger.states import Moments, predict_states
+from parallel.ledger.textbook import state_forms
 from tests.parallel.small_model import adamw, batches, build
 from tests.ranks import run_ranks
 
@@ -77,3 +80,24 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 def test_predicted_states_equal_the_measured_ones(name: str) -> None:
     for measured_moments, predicted in run_ranks(CASES[name][0], measured, *CASES[name][1:]):
         assert measured_moments == predicted
+
+
+# Not those that textbooks do not tell apart: units kept or regrouped, embeddings in the root.
+FORMS = [
+    name for name, (_, fields, _) in CASES.items() if not {"tp", "sharding"} & fields.keys() and "tied" not in name
+]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_forms_of_textbooks_give_what_is_predicted_but_for_padding_and_small_units(name: str) -> None:
+    world_size, fields, model = CASES[name]
+    # So deep that no unit counts for much.
+    config = LlamaConfig(**{**model, "num_layers": 40, "vocab_size": 64})
+    with torch.device("meta"):
+        whole = Llama(config)
+    parts = model_parts(whole, resolve(ParallelConfig(**fields), world_size), llama_plan(config))
+    predicted = predict_states(parts, dict.fromkeys(VIEWS, 0))
+    forms = state_forms(parts)
+    for form, held in zip(forms, (predicted.rest, predicted.after_forward, predicted.after_backward), strict=True):
+        exact = held.parameters + held.unsharded + held.gradients + held.optimizer_state
+        assert form.num_bytes == pytest.approx(exact, rel=0.03), form.text

@@ -14,6 +14,7 @@ from parallel import Buckets, CollectiveCounter, ParallelConfig, Precision, Shar
 from parallel.layout import resolve
 from parallel.ledger.parts import model_parts
 from parallel.ledger.term import Term, Traffic, counted_traffic, traffic
+from parallel.ledger.textbook import traffic_form
 from parallel.ledger.traffic import StepShape, predict_traffic
 from parallel.ledger.wire import central_gather_bytes, ring_bytes
 from parallel.traits import TRAITS
@@ -183,16 +184,17 @@ def test_frozen_parameters_are_gathered_and_send_no_gradient(name: str) -> None:
         assert traffic(terms) == counted
 
 
-def wire_bytes(name: str) -> float:
-    """What rank 0 sends around rings by the terms that textbooks know; nothing is run for that."""
+def wire_bytes(name: str) -> tuple[float, float]:
+    """What rank 0 sends around rings by the terms that textbooks know, and by their form; nothing is run for that."""
     world_size, fields, model, num_micro_batches = CASES[name]
     model_config = LlamaConfig(**{"num_layers": 2, **model})
     parts = model_parts(whole(model_config), resolve(ParallelConfig(**fields), world_size), llama_plan(model_config))
     known = {"parameters", "parameters again", "gradients", "gradients over replicas", "updated rows"}
     terms = predict_traffic(parts, StepShape(num_micro_batches=num_micro_batches, num_tokens=64, clips=True))
-    return sum(
-        ring_bytes(term.channel.kind, term.payload_bytes, term.channel.ranks) for term in terms if term.name in known
+    sent = (
+        ring_bytes(each.channel.kind, each.payload_bytes, each.channel.ranks) for each in terms if each.name in known
     )
+    return sum(sent), traffic_form(parts).num_bytes
 
 
 @pytest.mark.parametrize(
@@ -206,10 +208,13 @@ def wire_bytes(name: str) -> float:
         ("hybrid_shard", 3 * P / 2 + 2 * (P / 2) / 2),
         ("hybrid_shard_zero2", 2 * P / 2 + 2 * (P / 2) / 2),
         ("no_shard", 2 * P / 2),
+        # Ranks of cp replicate what is not sharded.
+        ("no_shard x cp", 2 * P / 2),
+        ("zero1 x cp", 3 * P / 2),
     ],
 )
 def test_the_terms_that_textbooks_know_add_up_to_their_figures(name: str, ideal: float) -> None:
-    assert wire_bytes(name) == pytest.approx(ideal, rel=1e-12)
+    assert wire_bytes(name) == pytest.approx((ideal, ideal), rel=1e-12)
 
 
 def test_a_central_gather_grows_with_the_ranks_where_a_ring_does_not() -> None:
