@@ -5,23 +5,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.optim import Optimizer
-
 from checkpoint.ranks import Ranks
-from parallel import Batch, Mesh, Trained, build_mesh, materialize
-from parallel.ledger.live import LiveBytes, LiveMeter
-from parallel.ledger.parts import ModelParts, model_parts
+from parallel import build_mesh
 from parallel.ledger.states import Moments, predict_states
 from parallel.ledger.term import Term
 from parallel.ledger.textbook import Form, state_forms, traffic_form
-from parallel.ledger.timeline import StepRecorder, Timeline
-from parallel.ledger.traffic import StepShape, predict_traffic
-from recipes.data import DataStream, load_dataset
+from parallel.ledger.timeline import Timeline
+from recipes.compare.training import Run
 from recipes.metrics import peak_bytes
-from recipes.model import build_model, whole_model
-from recipes.optimizer import adamw_factory
 from recipes.recipe import Recipe
-from recipes.schedule import Schedule
 
 WARM_STEPS = 4
 """Steps before any that is measured: DDP agrees on its buckets in them."""
@@ -89,7 +81,7 @@ def measure(recipe: Recipe, num_steps: int) -> LayoutReport:
         ValueError: On every rank, if the recipe does not fit the ranks or the data.
     """
     mesh, ranks = build_mesh(recipe.parallel), Ranks()
-    run = _Run(recipe, mesh, ranks)
+    run = Run(recipe, mesh, ranks)
     for _ in range(WARM_STEPS):
         run.step()
     times_s, loopback = [], []
@@ -121,74 +113,6 @@ def measure(recipe: Recipe, num_steps: int) -> LayoutReport:
         num_parameters=recipe.model.num_parameters,
         ranks=tuple(ranks.gather(mine)),
     )
-
-
-class _Run:
-    """A recipe in training."""
-
-    def __init__(self, recipe: Recipe, mesh: Mesh, ranks: Ranks) -> None:
-        training = recipe.training
-        self.recipe, self.losses = recipe, list[float]()
-        self.trained: Trained = build_model(recipe, mesh)
-        text = ranks.together("read the text", lambda: load_dataset(recipe.data))
-        materialize(self.trained, seed=training.seed)
-        self.parts: ModelParts = model_parts(whole_model(recipe), self.trained.config, self.trained.plan)
-        self.optimizer: Optimizer = self.trained.build_optimizer(
-            adamw_factory(recipe.optimizer.at_batch(training.global_batch))
-        )
-        self.schedule = Schedule(self.optimizer, recipe.schedule, training.steps)
-        self.stream = DataStream(
-            text.train,
-            global_batch=training.global_batch,
-            micro_batch=training.micro_batch,
-            dp_rank=mesh.coordinate("dp"),
-            dp_degree=mesh.degree("dp"),
-            seed=recipe.data.seed,
-        )
-
-    def step(self) -> None:
-        """One step as training takes it."""
-        self._gradients(self.stream.next_step())
-        self.trained.clip_gradients(self.recipe.training.max_gradient_norm)
-        self._update()
-
-    def step_under_meter(self) -> Moments:
-        """One step, and what this rank holds at three moments of it."""
-        self.optimizer.zero_grad()
-        meter = LiveMeter(self.trained, self.optimizer)
-        seen: list[LiveBytes] = [meter.measure()]
-        hook = self.trained.model.register_forward_hook(lambda *_: seen.append(meter.measure()))
-        self._gradients(self.stream.next_step())
-        hook.remove()
-        moments = Moments(rest=seen[0], after_forward=seen[1], after_backward=meter.measure())
-        self.trained.clip_gradients(self.recipe.training.max_gradient_norm)
-        self._update()
-        return moments
-
-    def recorded_step(self) -> tuple[Timeline, tuple[Term, ...]]:
-        """What one step did, and what it was predicted to send."""
-        micro_batches = self.stream.next_step()
-        shape = StepShape(
-            num_micro_batches=len(micro_batches),
-            num_tokens=sum(each.tokens.numel() for each in micro_batches),
-            clips=True,
-        )
-        predicted = predict_traffic(self.parts, shape, self.trained.mesh.coordinate("tp"))
-        recorder = StepRecorder(self.trained)
-        with recorder:
-            self._gradients(micro_batches)
-            with recorder.part("clip"):
-                self.trained.clip_gradients(self.recipe.training.max_gradient_norm)
-            with recorder.part("optimizer"):
-                self._update()
-        return recorder.timeline(), predicted
-
-    def _gradients(self, micro_batches: list[Batch]) -> None:
-        self.losses.append(self.trained.forward_backward(micro_batches).loss)
-
-    def _update(self) -> None:
-        self.optimizer.step()
-        self.schedule.step()
 
 
 def _loopback_bytes() -> int | None:
