@@ -8,17 +8,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from matplotlib.axes import Axes
 
 from parallel import ParallelConfig, Precision, Sharding
+from parallel.ledger.live import LiveBytes
+from parallel.ledger.states import Moments
 from parallel.parallelize import BACKENDS
 from parallel.traits import TRAITS
 from recipes.command import parse_train
-from recipes.compare.job import run_job
+from recipes.compare.job import Outcome, run_job
 from recipes.compare.layouts import SWEEPS, default_layouts, read_layout, sweep_layouts
+from recipes.compare.pictures import draw_sweep
+from recipes.compare.rows import Row
 from recipes.find import find_recipe
 from recipes.recipe import changed_fields
 from tests.recipes.small_recipe import write_recipe_file
@@ -187,6 +193,31 @@ def test_the_layouts_of_a_sweep_fit_the_recipe_and_differ(knob: str) -> None:
     assert len({layout.config for layout in layouts}) == len(layouts) > 2
     for layout in layouts:
         dataclasses.replace(recipe, parallel=layout.config).check_layout(layout.num_ranks)
+
+
+def row(text: str, step_time_s: float | None) -> Row:
+    """A layout with a step of so many seconds, or one that failed."""
+    held = LiveBytes(parameters=2**20, unsharded=0, gradients=2**20, optimizer_state=0)
+    states = Moments(rest=held, after_forward=held, after_backward=held)
+    report = SimpleNamespace(ranks=[SimpleNamespace(step_time_s=step_time_s, states=states)])
+    failure = "no" if step_time_s is None else None
+    outcome = Outcome(value=None if failure else report, failure=failure, warnings=(), time_s=1.0)
+    return Row(layout=read_layout(text, ParallelConfig()), outcome=outcome)
+
+
+def test_a_sweep_is_drawn_over_the_layouts_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[list[str], list[float]]] = []
+    bar = Axes.bar
+
+    def watched(axes: Axes, labels: list[str], heights: list[float], **options: Any) -> Any:
+        drawn.append((labels, heights))
+        return bar(axes, labels, heights, **options)
+
+    monkeypatch.setattr(Axes, "bar", watched)
+    rows = [row("ddp:bucket_cap_mb=1@2", 0.5), row("ddp:bucket_cap_mb=2@2", None), row("ddp:bucket_cap_mb=4@2", 0.25)]
+    assert (tmp_path / draw_sweep("bucket_cap_mb", rows, tmp_path)).read_bytes().startswith(b"\x89PNG")
+    labels = ["ddp:\nbucket_cap_mb=\n1@2", "ddp:\nbucket_cap_mb=\n4@2"]
+    assert drawn == [(labels, [500.0, 250.0]), (labels, [2.0, 2.0])]
 
 
 def test_from_ddp_to_fsdp2_a_recipe_changes_in_one_word() -> None:
