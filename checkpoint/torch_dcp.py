@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from checkpoint.canonical import by_fqn
 from checkpoint.foreign import Keys, fit, turn
@@ -46,13 +46,13 @@ def load_dcp(
             "code; pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it"
         )
     ranks, where, reader = Ranks(), f"load {path}", dcp.FileSystemReader(path)
-    if not (Path(path) / ".metadata").is_file():
-        raise ValueError(f"{path} is no folder of torch.distributed.checkpoint: it holds no .metadata")
+    # Together, because a file system may not show the folder to all ranks.
+    metadata = ranks.together(where, lambda: _read_metadata(Path(path), reader))
     tensors = canonical_parameters(trained)
     parameters = by_fqn(tensors)
     found = {
         name: (each.properties.dtype, tuple(each.size))
-        for name, each in ranks.together(where, reader.read_metadata).state_dict_metadata.items()
+        for name, each in metadata.state_dict_metadata.items()
         if isinstance(each, TensorStorageMetadata)
     }
     names = ranks.together(where, lambda: fit(path, found, parameters, keys, cast))
@@ -94,6 +94,12 @@ def save_dcp(path: str | os.PathLike[str], trained: Trained, keys: Keys) -> None
         turned[key.name] = values
     with _one_process_is_meant():
         dcp.save(turned, checkpoint_id=path, no_dist=not ranks.is_distributed)
+
+
+def _read_metadata(path: Path, reader: dcp.FileSystemReader) -> Metadata:
+    if not (path / ".metadata").is_file():
+        raise ValueError(f"{path} is no folder of torch.distributed.checkpoint: it holds no .metadata")
+    return reader.read_metadata()
 
 
 def _refuse_existing(path: Path) -> None:

@@ -155,6 +155,23 @@ def test_a_learning_rate_schedule_goes_on(tmp_path: Path) -> None:
     assert rates(3) == expected
 
 
+def test_a_gradient_scaler_goes_on(tmp_path: Path) -> None:
+    def scaled(init_scale: float) -> tuple[TrainState, torch.amp.GradScaler]:
+        state, scaler = states.new_state(), torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=7)
+        # It takes its scale up when it is first used.
+        scaler.scale(torch.ones(()))
+        state.stateful = {"scaler": scaler}
+        return state, scaler
+
+    state, scaler = scaled(8.0)
+    scaler.update(32.0)
+    save(tmp_path, state)
+    state, other = scaled(1.0)
+    load(tmp_path, state)
+    assert other.state_dict() == scaler.state_dict()
+    assert other.get_scale() == 32.0
+
+
 def test_state_of_a_parameter_frozen_later_stays(tmp_path: Path) -> None:
     written = states.fill(states.new_state())
     written.trained.named_parameters()["up.weight"].requires_grad_(False)
