@@ -9,9 +9,9 @@ from torch import Tensor
 from checkpoint import random_state
 from checkpoint.boxes import Box, whole
 from checkpoint.canonical import MODEL_PREFIX
-from checkpoint.hub_folder import open_hub_folder
-from checkpoint.hub_import import HubNames, HubPlan, read_parts
-from checkpoint.hub_places import parts_of
+from checkpoint.hub.folder import open_hub_folder
+from checkpoint.hub.load import HubNames, HubPlan, read_parts
+from checkpoint.hub.places import parts_of
 from checkpoint.reader import ShardReader
 
 Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]

@@ -4,8 +4,8 @@ import os
 from dataclasses import replace
 
 from checkpoint import TrainState, latest, load, read_manifest
-from checkpoint.hub_folder import is_hub_folder
-from checkpoint.hub_import import load_hub
+from checkpoint.hub.folder import is_hub_folder
+from checkpoint.hub.load import load_hub
 from checkpoint.manifest import MANIFEST_NAME
 from parallel import ParallelConfig, Trained, build_mesh
 from parallel.materialize import allocate

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkpoint.hub_export import DEFAULT_FILE_BYTES, convert_to_hub
-from checkpoint.hub_folder import read_hub_config
-from checkpoint.hub_import import HubNames
+from checkpoint.hub.folder import read_hub_config
+from checkpoint.hub.load import HubNames
+from checkpoint.hub.save import DEFAULT_FILE_BYTES, convert_to_hub
 from checkpoint.manifest import Header
 from checkpoint.offline import Progress, write_checkpoint
 from checkpoint.sources import CheckpointSource, HubSource

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint.hub_export import save_hub
-from checkpoint.hub_folder import read_hub_config
-from checkpoint.hub_import import load_hub
+from checkpoint.hub.folder import read_hub_config
+from checkpoint.hub.load import load_hub
+from checkpoint.hub.save import save_hub
 from models.config import ModelConfig
 from models.llama import LlamaConfig, to_hub_config
 from models.registry import family_of, from_hub_config

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from checkpoint.hub_export import DEFAULT_FILE_BYTES
+from checkpoint.hub.save import DEFAULT_FILE_BYTES
 from checkpoint.manifest import Header
 from checkpoint.offline import Source, file_count, total_bytes, write_checkpoint
 from checkpoint.sources import CheckpointSource, OtherRanksSource

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 import tyro
 
 from checkpoint import TrainState, save
-from checkpoint.foreign import Keys
-from checkpoint.torch_dcp import load_dcp, save_dcp
-from checkpoint.torch_file import load_torch_file
+from checkpoint.foreign.dcp import load_dcp, save_dcp
+from checkpoint.foreign.match import Keys
+from checkpoint.foreign.torch_file import load_torch_file
 from models.config import ModelConfig
 from models.hub import TitanKey
 from models.registry import family_of

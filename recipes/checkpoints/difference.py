@@ -12,7 +12,7 @@ from torch import Tensor
 from checkpoint.box_io import slabs
 from checkpoint.boxes import whole
 from checkpoint.canonical import MODEL_PREFIX
-from checkpoint.hub_folder import is_hub_folder
+from checkpoint.hub.folder import is_hub_folder
 from checkpoint.offline import SLAB_BYTES, Source, total_bytes
 from checkpoint.sources import CheckpointSource
 from recipes.checkpoints.report import DIFFERENT, Report, progress

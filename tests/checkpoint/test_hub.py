@@ -11,10 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint import hub_folder
-from checkpoint.hub_export import save_hub
-from checkpoint.hub_folder import read_hub_config
-from checkpoint.hub_import import load_hub
+from checkpoint.hub import folder as hub_folder
+from checkpoint.hub.folder import read_hub_config
+from checkpoint.hub.load import load_hub
+from checkpoint.hub.save import save_hub
 from models import registry
 from models.config import ModelConfig
 from parallel import ParallelConfig, Trained, build_mesh, parallelize

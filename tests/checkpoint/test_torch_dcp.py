@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from checkpoint.foreign import Keys, turned
-from checkpoint.torch_dcp import load_dcp, save_dcp
-from checkpoint.torch_file import load_torch_file
+from checkpoint.foreign.dcp import load_dcp, save_dcp
+from checkpoint.foreign.match import Keys, turned
+from checkpoint.foreign.torch_file import load_torch_file
 from models.hub import TitanKey
 from models.llama import LlamaConfig, titan_key
 from parallel import ParallelConfig, Trained

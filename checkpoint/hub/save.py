@@ -12,9 +12,9 @@ from checkpoint import filesystem
 from checkpoint.box_io import slabs
 from checkpoint.boxes import whole
 from checkpoint.canonical import MODEL_PREFIX, by_fqn
-from checkpoint.hub_places import Places
+from checkpoint.hub.new_folder import Boxes, NewHubFolder
+from checkpoint.hub.places import Places
 from checkpoint.manifest import Header
-from checkpoint.new_hub_folder import Boxes, NewHubFolder
 from checkpoint.offline import SLAB_BYTES, Progress, Source
 from checkpoint.owners import Owners
 from checkpoint.ranks import Ranks

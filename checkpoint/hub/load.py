@@ -12,8 +12,8 @@ from torch import Tensor
 from checkpoint.box_io import Scratch, read_box, slabs
 from checkpoint.canonical import by_fqn
 from checkpoint.differences import Differences
-from checkpoint.hub_folder import HubFolder, open_hub_folder
-from checkpoint.hub_places import Part, Place, Places, file_shapes, parts_of
+from checkpoint.hub.folder import HubFolder, open_hub_folder
+from checkpoint.hub.places import Part, Place, Places, file_shapes, parts_of
 from checkpoint.layout import local_box
 from checkpoint.ranks import Ranks
 from checkpoint.state import Trained, canonical_parameters

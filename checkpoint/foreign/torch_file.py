@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.canonical import by_fqn
-from checkpoint.foreign import Keys, fit, turned
+from checkpoint.foreign.match import Keys, fit, turned
 from checkpoint.layout import local_box
 from checkpoint.ranks import Ranks
 from checkpoint.state import Trained, canonical_parameters

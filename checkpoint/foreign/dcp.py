@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from checkpoint.canonical import by_fqn
-from checkpoint.foreign import Keys, fit, turn
+from checkpoint.foreign.match import Keys, fit, turn
 from checkpoint.ranks import Ranks
 from checkpoint.state import Trained, canonical_parameters
 from parallel.replicas import local_part

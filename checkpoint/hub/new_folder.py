@@ -16,8 +16,8 @@ from torch import Tensor
 from checkpoint import filesystem
 from checkpoint.box_io import Scratch, write_box
 from checkpoint.boxes import Box
-from checkpoint.hub_folder import CONFIG_NAME, FILE_NAME, INDEX_NAME
-from checkpoint.hub_places import Places, file_shapes, parts_of
+from checkpoint.hub.folder import CONFIG_NAME, FILE_NAME, INDEX_NAME
+from checkpoint.hub.places import Places, file_shapes, parts_of
 from checkpoint.safetensors_header import StoredValues, build_header, parse_header
 
 Boxes = Iterable[tuple[str, Box, Tensor]]

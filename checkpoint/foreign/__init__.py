@@ -1,0 +1,1 @@
+"""Formats of others, which nothing else in `checkpoint` imports."""

@@ -1,0 +1,1 @@
+"""Folders as `transformers` writes and reads them."""
