@@ -17,7 +17,8 @@ from parallel import ParallelConfig, build_mesh
 from parallel.materialize import allocate
 from recipes.checkpoints.__main__ import COMMANDS, main
 from recipes.checkpoints.dcp import ExportDcp, ImportDcp, export_on_rank, import_on_rank
-from recipes.checkpoints.report import DIFFERENT
+from recipes.checkpoints.report import DIFFERENT, Report
+from recipes.folder_lock import FolderLock
 from recipes.from_checkpoint import find_checkpoint, load_weights, recipe_of
 from recipes.generate import GenerateCommand, generate
 from recipes.model import build_model
@@ -146,6 +147,23 @@ def test_prune_says_what_would_go_and_then_removes_it(run: Path, capsys: pytest.
     assert done["removed"] == planned["removed"]
     assert sorted(each.name for each in folder.iterdir()) == ["step-00000020", "step-00000030"]
     assert "last=0 must be at least 1" in command(capsys, "prune", run, "--keep", "0", code=1)
+
+
+def test_a_run_that_goes_on_keeps_its_checkpoints_by_whatever_path_they_are_named(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(run / "checkpoints")
+    with FolderLock(str(run)):
+        for path in (".", "..", str(run)):
+            assert "another run is writing to" in command(capsys, "prune", path, "--keep", "1", code=1)
+    assert len(os.listdir(".")) == 3
+    command(capsys, "prune", ".", "--keep", "1")
+    assert os.listdir(".") == ["step-00000030"]
+
+
+def test_brackets_in_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    Report(values=None, shown=["runs/[bold]x"]).print(as_json=False)
+    assert capsys.readouterr().out == "runs/[bold]x\n"
 
 
 def load_and_gather(path: str, layout: ParallelConfig) -> dict[str, Tensor]:
