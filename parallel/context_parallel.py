@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd as all_to_all
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn.attention.bias import causal_lower_right
 
 from parallel.config import ContextParallelMethod, ParallelConfig
 from parallel.plan import ParallelPlan, matching
@@ -50,8 +49,11 @@ class AllGatherCore(nn.Module):
     """
 
     def __init__(self, inner: nn.Module, mesh: DeviceMesh, cut: SequenceCut) -> None:
+        # Not at the top: it loads torch's compiler, which costs every import of `parallel` a second.
+        from torch.nn.attention.bias import causal_lower_right
+
         super().__init__()
-        self.inner, self.mesh, self.cut = inner, mesh, cut
+        self.inner, self.mesh, self.cut, self.causal_mask = inner, mesh, cut, causal_lower_right
 
     def prepare(self, document_ids: Tensor | None) -> Tensor | None:
         """What every block's attention needs to know of this micro-batch.
@@ -84,7 +86,7 @@ class AllGatherCore(nn.Module):
         # Each rank's queries give a part of the gradient of all keys.
         whole = own.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         k_BTGK, v_BTGK = whole[:, :, :stop].unbind()
-        mask = causal_lower_right(num_own, stop) if inputs is None else inputs
+        mask = self.causal_mask(num_own, stop) if inputs is None else inputs
         out_BSHK: Tensor = self.inner(q_BSHK, k_BTGK, v_BTGK, mask)
         return out_BSHK
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from parallel.batch import IGNORE_INDEX, Batch
 from parallel.experts import forget_load, sum_load
 from parallel.mesh import Mesh
-from parallel.pipeline_parallel import Pipeline
 from parallel.replicas import differ_between_ranks, hash_bits
 
 if TYPE_CHECKING:
@@ -51,8 +50,10 @@ def forward_backward(trained: "Trained", micro_batches: Sequence[Batch]) -> Step
     if num_valid_tokens == 0:
         warnings.warn("no token of the global batch is valid: this step computes no gradient", stacklevel=3)
         return StepResult(loss_sum=0.0, num_valid_tokens=0, skipped=True)
-    if isinstance(trained.model, Pipeline):
-        losses = [trained.model.forward_backward([_on_rank(trained, each) for each in micro_batches], num_valid_tokens)]
+    if trained.pipeline is not None:
+        losses = [
+            trained.pipeline.forward_backward([_on_rank(trained, each) for each in micro_batches], num_valid_tokens)
+        ]
     else:
         losses = _accumulate(trained, micro_batches, num_valid_tokens)
     return replace(_total(trained, losses, num_valid_tokens), expert_load=sum_load(trained))
@@ -112,8 +113,8 @@ def _agree_on_tokens(
             raise ValueError("a step needs at least one micro-batch")
         for batch in micro_batches:
             trained.check_batch(batch)
-        if call == "forward_backward" and isinstance(trained.model, Pipeline):
-            trained.model.check_step(micro_batches)
+        if call == "forward_backward" and trained.pipeline is not None:
+            trained.pipeline.check_step(micro_batches)
         # Ranks that share a sequence were given all of it, and each counts its own part.
         tokens = sum(int((trained.cut.part(batch.labels) != IGNORE_INDEX).sum()) for batch in micro_batches)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,11 @@ from parallel.batch import IGNORE_INDEX, Batch
 from parallel.config import ParallelConfig
 from parallel.layout import check_sequence_length, sequence_multiple
 from parallel.mesh import Mesh
-from parallel.pipeline_parallel import Pipeline
 from parallel.plan import ParallelPlan
 from parallel.sequence_cut import SequenceCut
+
+if TYPE_CHECKING:
+    from parallel.pipeline_parallel import Pipeline
 
 
 class Trained:
@@ -30,10 +33,12 @@ class Trained:
         config: The layout with every degree resolved.
         plan: What the model declared.
         backend: The data-parallel backend.
+        pipeline: The same as `model` where that is a pipeline.
         cut: Which part of each sequence the model is given on this rank.
         expert_load: Load of the experts in the last step, which the optimizer's step is to answer, int64 [L, E].
     """
 
+    pipeline: "Pipeline | None" = None
     expert_load: Tensor | None = None
 
     def __init__(
@@ -65,7 +70,7 @@ class Trained:
     @property
     def parts(self) -> list[nn.Module]:
         """What this rank calls: the model, or its stages of a pipeline."""
-        return [*self.model.stages.values()] if isinstance(self.model, Pipeline) else [self.source]
+        return [self.source] if self.pipeline is None else [*self.pipeline.stages.values()]
 
     def wrap_after_materialize(self) -> None:
         """Wraps the model where the backend needs real values; `materialize` calls this."""
@@ -74,7 +79,13 @@ class Trained:
 
     def _wrap(self) -> None:
         parts = (self.source, self.mesh, self.config, self.plan)
-        self.model = Pipeline(*parts, self.backend) if self.config.pp > 1 else self.backend.wrap(*parts)
+        if self.config.pp > 1:
+            # Not at the top: only stages need torch's schedules.
+            from parallel.pipeline_parallel import Pipeline
+
+            self.model = self.pipeline = Pipeline(*parts, self.backend)
+        else:
+            self.model = self.backend.wrap(*parts)
         self._wrapped = True
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -118,7 +129,7 @@ class Trained:
             The norm before clipping, a float64 scalar, equal on every rank.
         """
         parameters = self.named_parameters().values()
-        copies = self.model.held_twice if isinstance(self.model, Pipeline) else ()
+        copies = () if self.pipeline is None else self.pipeline.held_twice
         return gradients.clip_gradients(parameters, self.mesh, max_norm, norm_type, self.backend.sharded_views, copies)
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
