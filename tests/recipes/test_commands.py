@@ -378,7 +378,12 @@ def test_a_corrupt_checkpoint_is_refused(trained: Recipe, recipe_file: str, tmp_
     # The header's first bytes give its length.
     data[:4] = b"\xff\xff\xff\x7f"
     file.write_bytes(data)
-    assert str(file) in _rank_error("recipes.train", recipe_file, "--output.folder", str(tmp_path / "out"))
+    said = _on_ranks("recipes.train", recipe_file, "--output.folder", str(tmp_path / "out"))
+    assert said.code == 1
+    # There are no checkpoints before it.
+    warning, error = said.err.splitlines()
+    assert warning.startswith("warning: ") and warning.endswith("going back to the checkpoint before it")
+    assert error.startswith("error: ") and "holds no other complete checkpoint" in error and str(file) in error
 
 
 def test_a_changed_schedule_is_one_warning_on_rank_0(trained: Recipe, recipe_file: str, tmp_path: Path) -> None:
