@@ -55,20 +55,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
             ranks hold different values; raised before anything is changed.
     """
     resolved = resolve(config, mesh.size)
-    check_built(resolved)
-    if resolved != mesh.config:
-        raise ValueError(f"the mesh was built for {mesh.config}, not for {resolved}; call build_mesh with this config")
-    check_layout(resolved, plan.shape)
-    plan.check(model)
     backend = BACKENDS[resolved.data_parallel]()
-    backend.check(mesh, resolved, plan)
-    check_context_parallel(resolved, plan, mesh.device)
-    _check_blocks(model, mesh, resolved, plan)
-    if resolved.pp > 1:
-        check_cut(model, plan)
-    if resolved.tp > 1 and resolved.sequence_parallel:
-        check_styles(model, plan.tensor_parallel)
-    _check_values(model, mesh)
+    _check(model, mesh, resolved, plan, backend)
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mesh.device)
     with mark_replaced(model):
@@ -87,6 +75,23 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
             apply_context_parallel(model, mesh["cp"], part, resolved.cp_method)
         _apply_to_blocks(model, resolved, part)
         return Trained(model, mesh, resolved, plan, backend)
+
+
+def _check(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan, backend: Backend) -> None:
+    """Refuses what does not fit together; what needs other ranks comes last."""
+    check_built(config)
+    if config != mesh.config:
+        raise ValueError(f"the mesh was built for {mesh.config}, not for {config}; call build_mesh with this config")
+    check_layout(config, plan.shape)
+    plan.check(model)
+    backend.check(mesh, config, plan)
+    check_context_parallel(config, plan, mesh.device)
+    _check_blocks(model, mesh, config, plan)
+    if config.pp > 1:
+        check_cut(model, plan)
+    if config.tp > 1 and config.sequence_parallel:
+        check_styles(model, plan.tensor_parallel)
+    _check_values(model, mesh)
 
 
 def _own_part(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> ParallelPlan:
