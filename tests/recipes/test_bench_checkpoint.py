@@ -9,7 +9,7 @@ import pytest
 
 from models.llama import LlamaConfig
 from recipes.bench import __main__ as bench
-from recipes.bench import checkpoint, raw_files
+from recipes.bench import checkpoint, hub, raw_files
 from recipes.bench.rounds import Comparison
 from tests.ranks import run_ranks
 
@@ -44,13 +44,19 @@ def test_the_command_prints_a_table_for_1_and_2_ranks(
             title=f"{num_processes} ranks", times_s={"theirs": [1.0, 2.0], "ours": [1.0, 1.0]}, targets={}
         )
 
+    def compare_import(rounds: int, path: str, num_ranks: int, *, cold: bool) -> tuple[Comparison, dict[str, int]]:
+        return run(None, num_processes=num_ranks, debug=False), {hub.THEIRS: 3 << 20, hub.OURS: 1 << 20}
+
     monkeypatch.setattr(bench, "run", run)
-    parts = ["save", "load_cold", "load_warm", "memory"]
+    monkeypatch.setattr(hub, "compare_import", compare_import)
+    parts = ["save", "load_cold", "load_warm", "memory", "import"]
     words = ["--parts", *parts, "--folder", str(tmp_path), "--json", str(tmp_path / "figures.json")]
     bench.main(["checkpoint", *words])
-    assert len(json.loads((tmp_path / "figures.json").read_text())) == 2 * len(parts)
+    # Imports are cold and warm.
+    assert len(json.loads((tmp_path / "figures.json").read_text())) == 2 * (len(parts) + 1)
     printed = capfd.readouterr().out
-    assert printed.count("contender") == 2 * 3
+    assert printed.count("contender") == 2 * (3 + 2)
+    assert printed.count("transformers from_pretrained 3 MiB, ours 1 MiB (aim: ours less)") == 2 * 2
     assert "memory beside the state, 2 ranks: save 1 MiB, load 2 MiB" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
