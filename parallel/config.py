@@ -1,7 +1,8 @@
 """How a model is split over ranks: one degree per mesh axis beside the policies that go with it."""
 
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -240,7 +241,7 @@ class ParallelConfig:
 
 def _check_choices(config: object) -> None:
     """Refuses a name that its field's Literal type does not list, and a bool field that holds no bool."""
-    hints = get_type_hints(type(config))
+    hints = _hints(type(config))
     for each in fields(config):  # type: ignore[arg-type]  # mypy cannot bound `object` to dataclass instances
         value, hint = getattr(config, each.name), hints[each.name]
         members = get_args(hint)
@@ -253,3 +254,9 @@ def _check_choices(config: object) -> None:
             raise ValueError(f"unknown {each.name} {value!r}; legal: {', '.join(map(str, members))}")
         if hint is bool and not isinstance(value, bool):
             raise ValueError(f"{each.name}={value!r} must be true or false")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Types of a config's fields; a planner makes thousands of configs, and finding these takes most of the time."""
+    return get_type_hints(kind)
