@@ -98,6 +98,7 @@ LAYOUTS = {
     "hsdp 2 x 2": ParallelConfig(dp_replicate=2, dp_shard=2, strategy="hybrid_shard"),
     "ddp 2 x tp 2": ParallelConfig(data_parallel="ddp", dp_replicate=2, dp_shard=1, tp=2),
     "fsdp1 4": ParallelConfig(data_parallel="fsdp1", dp_shard=4),
+    "pp 2 x fsdp 2": ParallelConfig(pp=2, schedule="1f1b", dp_shard=2),
 }
 
 
