@@ -1,6 +1,7 @@
 """Ranks for tests: processes over gloo on this machine, forked once and shared between tests."""
 
 import atexit
+import gc
 import os
 import pickle
 import socket
@@ -108,9 +109,10 @@ class _Pool:
 
 def _serve(rank: int, world_size: int, store_port: int, connection: Connection) -> None:
     import torch
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
+    # What is imported by now need not be looked at after each call.
+    gc.freeze()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
@@ -135,9 +137,22 @@ def _serve(rank: int, world_size: int, store_port: int, connection: Connection) 
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            # Private: DTensor keeps results for a mesh, and would give an equal mesh of the next call dead groups.
-            _clear_sharding_prop_cache()
+            _forget_groups()
         connection.send_bytes(pickle.dumps(outcome))
+
+
+def _forget_groups() -> None:
+    """Lets go of every process group: each has threads, which go on waking up while anything refers to it."""
+    from torch.distributed.tensor import _collective_utils, _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    # Private: DTensor keeps results for a mesh, and would give an equal mesh of the next call dead groups.
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    # Models with hooks refer to themselves.
+    gc.collect()
 
 
 def _free_port() -> int:
