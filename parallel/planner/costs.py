@@ -1,0 +1,131 @@
+"""Breaks a dense model's shape and each way to recompute down into the counts that memory and time depend on."""
+
+from typing import NamedTuple
+
+from parallel.config import ActivationCheckpointing
+from parallel.ledger.flops import num_parameters
+from parallel.plan import ModelShape
+
+
+class ModelCosts(NamedTuple):
+    """Elements of a model by what they are.
+
+    Attributes:
+        num_layers: Blocks.
+        width: Of the residual stream.
+        query_width: Of all queries of a token.
+        kv_width: Of all keys of a token, or of all values.
+        wide: Between the projections of the feed-forward layer.
+        num_heads: Query heads.
+        vocab_size: Entries of the vocabulary.
+        block: Parameters of a block.
+        embedding: Parameters of the embedding.
+        head: Those of the head that are not the embedding's.
+        total: Parameters of the model.
+    """
+
+    num_layers: int
+    width: int
+    query_width: int
+    kv_width: int
+    wide: int
+    num_heads: int
+    vocab_size: int
+    block: int
+    embedding: int
+    head: int
+    total: int
+
+
+def model_costs(shape: ModelShape) -> ModelCosts:
+    """The counts of a model.
+
+    Args:
+        shape: Counts and widths.
+
+    Raises:
+        ValueError: If it has experts, which the planner does not know.
+    """
+    if shape.num_experts:
+        raise ValueError(f"the planner knows dense models; this one has {shape.num_experts} experts in a layer")
+    total, embedding = num_parameters(shape), shape.vocab_size * shape.width
+    head = 0 if shape.tied_embeddings else embedding
+    return ModelCosts(
+        num_layers=shape.num_layers,
+        width=shape.width,
+        query_width=shape.num_heads * shape.head_dim,
+        kv_width=shape.num_kv_heads * shape.head_dim,
+        wide=shape.feed_forward_width,
+        num_heads=shape.num_heads,
+        vocab_size=shape.vocab_size,
+        block=(total - embedding - head - shape.width) // shape.num_layers,
+        embedding=embedding,
+        head=head,
+        total=total,
+    )
+
+
+class Recompute(NamedTuple):
+    """What a block keeps for backward and what backward computes again.
+
+    Kept are elements a token and layer, in units of a width; they are those of this toolkit's own layers, derived by
+    going through a block's operations.
+
+    Attributes:
+        checkpointing: Field `activation_checkpointing` of the layout.
+        policy: Its policy; counts with `selective` only.
+        stream: Residual streams that sequence parallel splits.
+        gathered: Inputs of matmuls, whole on each rank of `tp`.
+        queries: Tensors as wide as all queries.
+        keys: Tensors as wide as all keys.
+        wide: Tensors of the feed-forward width.
+        keeps_attention: Whether attention is not computed again; it then keeps a float32 for each head too.
+        keeps_sums: Whether what ranks of `tp` have summed is kept.
+        again: Matmuls that run again: those between stream and queries, between stream and keys, and of the
+            feed-forward layer.
+    """
+
+    checkpointing: ActivationCheckpointing
+    policy: str
+    stream: int
+    gathered: int
+    queries: int
+    keys: int
+    wide: int
+    keeps_attention: bool
+    keeps_sums: bool
+    again: tuple[int, int, int]
+
+    @property
+    def name(self) -> str:
+        """In a word or two."""
+        return f"selective {self.policy}" if self.checkpointing == "selective" else self.checkpointing
+
+
+_EVERY_SECOND = "every_second_matmul"
+KEEP_ALL = Recompute("none", _EVERY_SECOND, 2, 2, 2, 2, 3, True, True, (0, 0, 0))
+KEEP_MATMULS = Recompute("selective", "matmuls", 2, 0, 2, 2, 2, True, True, (0, 0, 0))
+KEEP_HALF = Recompute("selective", _EVERY_SECOND, 2, 0, 1, 1, 1, True, True, (1, 1, 1))
+KEEP_ATTENTION = Recompute("selective", "attention", 2, 0, 1, 0, 0, True, True, (2, 2, 2))
+# Computing again stops before the last matmul of a block, of whose result nothing is needed.
+KEEP_INPUT = Recompute("full", _EVERY_SECOND, 1, 0, 0, 0, 0, False, False, (2, 2, 2))
+RECOMPUTES = (KEEP_ALL, KEEP_MATMULS, KEEP_HALF, KEEP_ATTENTION, KEEP_INPUT)
+"""From what keeps most to what keeps least."""
+
+FLOAT32 = 4
+
+
+def kept_bytes(costs: ModelCosts, kept: Recompute, itemsize: int, tp: int, splits_stream: bool) -> float:
+    """Activations that a block keeps for one token.
+
+    Args:
+        costs: The model.
+        kept: What is kept.
+        itemsize: Bytes of an element.
+        tp: Ranks that share each matrix.
+        splits_stream: Whether they split the residual stream too.
+    """
+    split = kept.queries * costs.query_width + kept.keys * costs.kv_width + kept.wide * costs.wide
+    stream = kept.stream * costs.width
+    sums = FLOAT32 * costs.num_heads if kept.keeps_attention else 0
+    return itemsize * (split / tp + stream / (tp if splits_stream else 1) + kept.gathered * costs.width) + sums / tp

@@ -1,0 +1,109 @@
+"""Reads what GPUs and the links between them can do from a table that users can extend."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One kind of GPU in one kind of cluster.
+
+    Attributes:
+        name: Its name in the table.
+        peak_tflops: Dense peak in TFLOP/s by dtype of the matmuls.
+        memory_gib: Memory, in GiB.
+        memory_gb_per_s: Bandwidth of the memory, in GB/s.
+        power_w: Limit of its power, in W.
+        gpus_per_node: GPUs that share the fast links.
+        node_link_gb_per_s: What a GPU sends to others of its node, in GB/s.
+        network_link_gb_per_s: What a GPU sends to other nodes, in GB/s.
+        hop_latency_us: Time that each step of a ring takes beside its bytes, in microseconds.
+    """
+
+    name: str
+    peak_tflops: Mapping[str, float]
+    memory_gib: float
+    memory_gb_per_s: float
+    power_w: float
+    gpus_per_node: int
+    node_link_gb_per_s: float
+    network_link_gb_per_s: float
+    hop_latency_us: float
+
+    def __post_init__(self) -> None:
+        """Checks the ranges.
+
+        Raises:
+            ValueError: If a figure is no positive number.
+        """
+        figures = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "name"}
+        peaks = figures.pop("peak_tflops")
+        if not isinstance(peaks, Mapping) or "bfloat16" not in peaks:
+            raise ValueError(f"GPU {self.name!r}: peak_tflops={peaks!r} must be a table by dtype with bfloat16 in it")
+        figures |= {f"peak_tflops.{dtype}": peak for dtype, peak in peaks.items()}
+        for name, value in figures.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"GPU {self.name!r}: {name}={value!r} must be a positive number")
+        if not isinstance(self.gpus_per_node, int):
+            raise ValueError(f"GPU {self.name!r}: gpus_per_node={self.gpus_per_node!r} must be an integer")
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory, in bytes."""
+        return self.memory_gib * 2**30
+
+
+def read_gpus(user_file: str | None = None) -> dict[str, Gpu]:
+    """The table of GPUs by name.
+
+    Args:
+        user_file: TOML file of the user's, which adds to the table or replaces entries. None: the table as it comes.
+
+    Raises:
+        ValueError: If the file is no TOML, or an entry lacks a field, has one too many or a figure out of its range.
+        OSError: If the file cannot be read.
+    """
+    gpus = _parse(files("parallel.planner").joinpath("gpus.toml").read_text(encoding="utf-8"), "the table of GPUs")
+    if user_file is not None:
+        gpus |= _parse(Path(user_file).read_text(encoding="utf-8"), repr(user_file))
+    return gpus
+
+
+def find_gpu(name: str, user_file: str | None = None) -> Gpu:
+    """One GPU of the table.
+
+    Args:
+        name: Its name.
+        user_file: As `read_gpus` takes it.
+
+    Raises:
+        ValueError: If there is none of that name; lists all, with their memory in bytes.
+        OSError: If the file cannot be read.
+    """
+    gpus = read_gpus(user_file)
+    if name not in gpus:
+        legal = ", ".join(f"{each} ({gpu.memory_bytes:.0f} bytes)" for each, gpu in gpus.items())
+        raise ValueError(f"unknown GPU {name!r}; legal: {legal}; others go into a TOML file with the same fields")
+    return gpus[name]
+
+
+def _parse(text: str, where: str) -> dict[str, Gpu]:
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{where} is no TOML: {error}") from error
+    return {name: _gpu(name, values, where) for name, values in table.items()}
+
+
+def _gpu(name: str, values: Any, where: str) -> Gpu:
+    wanted = {each.name for each in fields(Gpu)} - {"name"}
+    given = set(values) if isinstance(values, Mapping) else set()
+    if given != wanted:
+        raise ValueError(
+            f"{where}, entry {name!r}: missing fields {sorted(wanted - given)}, unknown fields {sorted(given - wanted)}"
+        )
+    return Gpu(name=name, **values)

@@ -1,0 +1,138 @@
+"""Predicts the peak memory of a rank in closed form."""
+
+from typing import Literal, NamedTuple
+
+from parallel.ledger.parts import num_shards
+from parallel.ledger.states import ADAM_MOMENTS
+from parallel.planner.candidate import Candidate
+from parallel.planner.constants import Constants
+from parallel.planner.costs import FLOAT32, KEEP_ALL, ModelCosts, kept_bytes
+from parallel.planner.pipeline import StageLoad, stage_loads
+from parallel.traits import TRAITS
+
+Logits = Literal["chunked", "eager"]
+"""How the loss holds logits: those of a chunk of tokens, as this toolkit's head does, or all of them."""
+
+CHUNK_TOKENS = 1024
+"""Tokens of a chunk; the models' heads on GPUs have the same."""
+EAGER_BYTES, EAGER_BYTES_OF_PARTS = 12, 16
+"""Bytes of each logit in an eager float32 cross-entropy, and where ranks of `tp` have parts of the vocabulary."""
+UNITS_IN_FLIGHT = 3
+"""Gathered units at a time in backward: the current one, the prefetched one and the copy that it is gathered into."""
+
+
+class Memory(NamedTuple):
+    """Bytes of one rank at the moment when it holds most.
+
+    Attributes:
+        moment: `loss`, `backward` (in the last block) or `step` (all gradients are there).
+        parameters: As stored.
+        gradients: Summed or not.
+        optimizer_state: AdamW's moments.
+        unsharded: Gathered parameters and buffers of collectives.
+        activations: Kept for backward, and of the block that runs.
+        logits: Of the loss.
+        reserved: All of it with what the caching allocator holds beyond.
+    """
+
+    moment: str
+    parameters: float
+    gradients: float
+    optimizer_state: float
+    unsharded: float
+    activations: float
+    logits: float
+    reserved: float
+
+    @property
+    def allocated(self) -> float:
+        """The sum of the parts."""
+        return sum(self[1:7])
+
+
+def predict_memory(
+    costs: ModelCosts, candidate: Candidate, sequence_length: int, constants: Constants, logits: Logits = "chunked"
+) -> Memory:
+    """The peak of the rank that holds most.
+
+    Parameters, gradients and moments are in float32 (4 + 4 + 8 bytes a parameter over the ranks that share it), which
+    the ledger predicts to the byte; padding of uneven shards, less than 0.1 % of large models, is left out here.
+
+    Args:
+        costs: The model.
+        candidate: The layout and what varies within it.
+        sequence_length: Tokens of a sequence.
+        constants: What the allocator reserves.
+        logits: How the loss holds logits.
+    """
+    num_tokens = candidate.micro_batch * sequence_length // candidate.config.cp
+    return max(
+        (
+            _peak_of_stage(costs, candidate, load, num_tokens, constants, logits)
+            for load in stage_loads(costs, candidate.config, candidate.num_micro_batches)
+        ),
+        key=lambda memory: memory.reserved,
+    )
+
+
+def _peak_of_stage(
+    costs: ModelCosts, candidate: Candidate, load: StageLoad, num_tokens: int, constants: Constants, logits: Logits
+) -> Memory:
+    config, recompute = candidate.config, candidate.recompute
+    tp, shards = config.tp, num_shards(config)
+    itemsize = FLOAT32 if config.precision.compute == "stored" else 2
+    splits_stream = tp > 1 and config.sequence_parallel
+    head = costs.head or costs.embedding if load.has_head else 0
+    embedding = costs.embedding if load.has_embedding else 0
+    own = (load.num_blocks * costs.block + embedding + (costs.head if load.has_head else 0)) / tp
+    block = costs.block / tp
+
+    stored = FLOAT32 * own / shards
+    rows = config.dp_replicate * config.cp if TRAITS[config.data_parallel].splits_optimizer_rows else shards
+    moments = ADAM_MOMENTS * FLOAT32 * own / rows
+    # Gradients that are summed once a step stay whole until then.
+    once = candidate.reduce_gradients == "last" and (candidate.num_micro_batches > 1 or config.pp > 1)
+    gradients = FLOAT32 * own / (1 if once else shards)
+    earlier = gradients if once or candidate.num_micro_batches > 1 else 0.0
+
+    is_whole = config.pp > 1 or config.resolved_strategy not in ("full_shard", "hybrid_shard")
+    copies = TRAITS[config.data_parallel].shards or itemsize != FLOAT32
+    whole = itemsize * own if is_whole and copies else 0.0
+    kept_part = config.sharding.reshard_group
+    whole += itemsize * load.num_blocks * block / kept_part if kept_part and not is_whole else 0.0
+    in_flight = 0.0 if is_whole else UNITS_IN_FLIGHT * itemsize * block
+    exchange = (itemsize + FLOAT32) * block if shards > 1 else itemsize * block
+
+    block_kept, block_whole = (
+        num_tokens * kept_bytes(costs, each, itemsize, tp, splits_stream) for each in (recompute, KEEP_ALL)
+    )
+    kept = load.num_blocks * load.in_flight * block_kept
+    stream = num_tokens * costs.width * itemsize
+    # The gradients of what is as wide as the feed-forward layer are the largest that exist at a time.
+    running = block_whole - block_kept + 3 * itemsize * num_tokens * costs.wide / tp + 2 * stream
+    loss = _logit_bytes(costs, num_tokens, tp, config.loss_parallel, itemsize, logits) if load.has_head else 0.0
+    head_unit = 0.0 if is_whole else itemsize * (head / tp + block)
+    root = 0.0 if is_whole else itemsize * embedding / tp
+    moments_of_step = (
+        ("loss", earlier, whole + head_unit, kept + 4 * stream, loss),
+        ("backward", max(earlier, FLOAT32 * block / shards), whole + in_flight + exchange, kept + running, 0.0),
+        ("step", gradients, whole + root + FLOAT32 * embedding / tp, 0.0, 0.0),
+    )
+    memories = (
+        Memory(moment, stored, held, moments, unsharded, activations, in_loss, 0.0)
+        for moment, held, unsharded, activations, in_loss in moments_of_step
+    )
+    peak = max(memories, key=lambda memory: memory.allocated)
+    return peak._replace(reserved=peak.allocated * (1 + constants.reserved_share))
+
+
+def _logit_bytes(
+    costs: ModelCosts, num_tokens: int, tp: int, loss_parallel: bool, itemsize: int, logits: Logits
+) -> float:
+    part = costs.vocab_size / tp
+    if logits == "eager":
+        return num_tokens * part * (EAGER_BYTES if tp == 1 else EAGER_BYTES_OF_PARTS)
+    # Logits in the compute dtype, in float32 and their gradient; gathered ones are whole in float32.
+    chunk = min(CHUNK_TOKENS, num_tokens)
+    wide = part if loss_parallel else costs.vocab_size
+    return chunk * (2 * itemsize * part + FLOAT32 * wide) + itemsize * part * costs.width

@@ -1,0 +1,72 @@
+from pathlib import Path
+
+import pytest
+
+from parallel import ParallelConfig
+from parallel.planner.constants import CONSTANTS
+from parallel.planner.hardware import find_gpu, read_gpus
+from parallel.planner.links import Link
+
+OWN = """
+[mine]
+peak_tflops = {{ bfloat16 = 100.0 }}
+memory_gib = {memory}
+memory_gb_per_s = 1000.0
+power_w = 300.0
+gpus_per_node = 4
+node_link_gb_per_s = 50.0
+network_link_gb_per_s = 10.0
+hop_latency_us = 4.0
+"""
+GPU = find_gpu("h100-80gb")
+NODE, NETWORK = (link * CONSTANTS.link_share * 1e9 for link in (GPU.node_link_gb_per_s, GPU.network_link_gb_per_s))
+
+
+def test_a_users_file_adds_to_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "gpus.toml"
+    path.write_text(OWN.format(memory=24.0))
+    assert find_gpu("mine", str(path)).memory_bytes == 24 * 2**30
+    assert set(read_gpus(str(path))) == {*read_gpus(), "mine"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (OWN.format(memory=-1.0), r"'mine': memory_gib=-1.0 must be a positive number"),
+        (OWN.format(memory=24.0) + "color = 1\n", r"unknown fields \['color'\]"),
+        ("[mine]\nmemory_gib = 24.0\n", r"missing fields \['gpus_per_node'"),
+        ("[mine", "is no TOML"),
+    ],
+)
+def test_a_wrong_entry_is_refused_with_its_name(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "gpus.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_gpus(str(path))
+
+
+def test_an_unknown_gpu_is_answered_with_those_that_are_known_and_their_bytes() -> None:
+    with pytest.raises(ValueError, match=r"unknown GPU 'h100'; legal: .*h100-80gb \(84932978278 bytes\)"):
+        find_gpu("h100")
+
+
+@pytest.mark.parametrize(
+    ("degrees", "view", "expected"),
+    [
+        ({"tp": 8, "dp_shard": 4}, "tp", NODE),
+        ({"tp": 8, "dp_shard": 4}, "fsdp", NETWORK),
+        ({"tp": 2, "dp_shard": 16}, "fsdp", 4 * NETWORK),
+        ({"dp_shard": 32}, "fsdp", 8 * NETWORK),
+    ],
+)
+def test_a_group_has_as_many_network_links_as_ranks_in_a_node(
+    degrees: dict[str, int], view: str, expected: float
+) -> None:
+    assert Link(ParallelConfig(**degrees), view, GPU, CONSTANTS).bytes_per_s == expected  # type: ignore[arg-type]
+
+
+def test_latency_of_a_ring_grows_with_its_ranks() -> None:
+    times = [
+        Link(ParallelConfig(dp_shard=ranks), "fsdp", GPU, CONSTANTS).time_s("all_gather", 0.0) for ranks in (16, 512)
+    ]
+    assert times == pytest.approx([15 * 4e-6, 511 * 4e-6])
