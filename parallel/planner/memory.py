@@ -78,10 +78,9 @@ def predict_memory(
 def _peak_of_stage(
     costs: ModelCosts, candidate: Candidate, load: StageLoad, num_tokens: int, constants: Constants, logits: Logits
 ) -> Memory:
-    config, recompute = candidate.config, candidate.recompute
+    config = candidate.config
     tp, shards = config.tp, num_shards(config)
     itemsize = FLOAT32 if config.precision.compute == "stored" else 2
-    splits_stream = tp > 1 and config.sequence_parallel
     head = costs.head or costs.embedding if load.has_head else 0
     embedding = costs.embedding if load.has_embedding else 0
     own = (load.num_blocks * costs.block + embedding + (costs.head if load.has_head else 0)) / tp
@@ -103,13 +102,7 @@ def _peak_of_stage(
     in_flight = 0.0 if is_whole else UNITS_IN_FLIGHT * itemsize * block
     exchange = (itemsize + FLOAT32) * block if shards > 1 else itemsize * block
 
-    block_kept, block_whole = (
-        num_tokens * kept_bytes(costs, each, itemsize, tp, splits_stream) for each in (recompute, KEEP_ALL)
-    )
-    kept = load.num_blocks * load.in_flight * block_kept
-    stream = num_tokens * costs.width * itemsize
-    # The gradients of what is as wide as the feed-forward layer are the largest that exist at a time.
-    running = block_whole - block_kept + 3 * itemsize * num_tokens * costs.wide / tp + 2 * stream
+    kept, running, stream = _activations(costs, candidate, load, num_tokens, itemsize)
     loss = _logit_bytes(costs, num_tokens, tp, config.loss_parallel, itemsize, logits) if load.has_head else 0.0
     head_unit = 0.0 if is_whole else itemsize * (head / tp + block)
     root = 0.0 if is_whole else itemsize * embedding / tp
@@ -124,6 +117,21 @@ def _peak_of_stage(
     )
     peak = max(memories, key=lambda memory: memory.allocated)
     return peak._replace(reserved=peak.allocated * (1 + constants.reserved_share))
+
+
+def _activations(
+    costs: ModelCosts, candidate: Candidate, load: StageLoad, num_tokens: int, itemsize: int
+) -> tuple[float, float, float]:
+    """Bytes that blocks keep for backward, that the block which runs holds beside them, and of one residual stream."""
+    tp = candidate.config.tp
+    splits_stream = tp > 1 and candidate.config.sequence_parallel
+    block_kept, block_whole = (
+        num_tokens * kept_bytes(costs, each, itemsize, tp, splits_stream) for each in (candidate.recompute, KEEP_ALL)
+    )
+    kept = load.num_blocks * load.in_flight * block_kept
+    stream = num_tokens * costs.width * itemsize
+    # The gradients of what is as wide as the feed-forward layer are the largest that exist at a time.
+    return kept, block_whole - block_kept + 3 * itemsize * num_tokens * costs.wide / tp + 2 * stream, stream
 
 
 def _logit_bytes(

@@ -88,7 +88,7 @@ def _table(plans: Sequence[Plan]) -> Table:
     for name in ("tokens/s a GPU", "step", "peak", "at"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("micro-batches", justify="right", no_wrap=True)
-    table.add_column("layout", no_wrap=True, overflow="ignore")
+    table.add_column("layout", overflow="fold")
     for plan in plans:
         candidate = plan.candidate
         table.add_row(
