@@ -1,10 +1,10 @@
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from models.llama import LlamaConfig
-from parallel.plan import ModelShape
 from parallel.planner.candidate import Request
 from parallel.planner.hardware import find_gpu
 from parallel.planner.search import search
@@ -12,6 +12,7 @@ from recipes.dry_run import dry_run
 from recipes.find import find_recipe
 from recipes.plan.__main__ import NOTHING_FITS, main
 from recipes.plan.recipe_file import plan_recipe
+from tests.parallel.planner.test_search import everything, request
 
 SMALL = ["debug", "--gpus", "4", "--gpu", "a100-40gb", "--seq", "64", "--global-batch", "16"]
 
@@ -47,16 +48,12 @@ def test_the_recipe_that_is_written_is_one_that_train_accepts(
     assert recipe == plan_recipe("debug", plan)
 
 
-def test_the_best_plans_build() -> None:
-    gpu, model = find_gpu("a100-40gb"), plan_shape()
-    for gpus in (2, 4, 8):
-        asked = Request(shape=model, gpu=gpu, num_gpus=gpus, sequence_length=64, global_batch=16, compile=False)
-        for plan in search(asked, most=4).plans:
+def test_200_random_plans_within_8_ranks_build() -> None:
+    generator = random.Random(0)
+    for gpus, count in ((2, 40), (4, 60), (8, 100)):
+        asked = replace(request("debug", gpus, batch=16, length=64, gpu="a100-40gb"), compile=False)
+        for plan in generator.sample(everything(asked), count):
             assert dry_run(plan_recipe("debug", plan), gpus).parameter_bytes > 0
-
-
-def plan_shape() -> ModelShape:
-    return LlamaConfig.preset("debug").shape
 
 
 @pytest.mark.parametrize(
