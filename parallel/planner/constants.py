@@ -12,11 +12,11 @@ class Constants(NamedTuple):
             peak; fitted, and the same for all chips.
         eager_passes: How much more memory the small operations move that are not compiled into one; fitted.
         link_share: Share of a link's bandwidth that collectives reach; fitted.
-        attention_share: Speed of fused attention relative to that of matmuls: Dao 2023, "FlashAttention-2",
-            figures 4 to 6, against large matmuls on the same chip.
-        memory_share: Share of the memory's bandwidth that small operations reach: McCalpin's STREAM on GPUs.
-        overlap: Share of a computation behind which a collective can hide; the rest is its start and end.
-        interference: Share of a hidden collective that computation is slowed by, as both use memory and cores.
+        attention_share: Speed of fused attention relative to that of matmuls; assumed, from hand fits of single rows,
+            which gave 0.75 to 0.8 on each chip.
+        memory_share: Share of the memory's bandwidth that small operations reach; assumed.
+        overlap: Share of a computation behind which a collective can hide; the rest is its start and end; assumed.
+        interference: Share of a hidden collective that computation is slowed by, as both use memory and cores; assumed.
         reserved_share: What the caching allocator reserves over what is allocated; fitted on published memory.
     """
 

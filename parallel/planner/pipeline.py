@@ -75,7 +75,7 @@ def bubble(schedule: Schedule, pp: int, num_micro_batches: int) -> float:
 
     Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM",
     section 2.2; where gradients of weights fill the bubble a third is left: Qi et al. 2023, "Zero bubble pipeline
-    parallelism", table 1.
+    parallelism"; assumed here, not checked.
     """
     traits = SCHEDULES[schedule]
     return (pp - 1) / (traits.fewest * num_micro_batches) / (3 if traits.splits_backward else 1)

@@ -52,7 +52,8 @@ SHAPES = {
     ),
 }
 RECOMPUTES = {"none": KEEP_ALL, "selective-op": KEEP_HALF, "full": KEEP_INPUT}
-# Sources do not say all that they ran. Memory of this one's rows is that of gradients which stay whole over the
+# Sources do not say all that they ran, and this is inferred from the very figures that are then predicted, so that
+# it makes errors of these rows look smaller: memory of this one's rows is that of gradients which stay whole over the
 # accumulation steps (4 bytes a parameter over tp) and of no whole logits; its nodes have 4 GPUs.
 GPUS_PER_NODE = {"KempnerForge": 4}
 REDUCES_LAST: tuple[str, ...] = ("KempnerForge",)
