@@ -20,6 +20,7 @@ from models.layers.rotary import RotaryScaling
 from models.llama import Llama, LlamaConfig, llama_plan
 from parallel import ParallelConfig, Trained, build_mesh, materialize, parallelize, replicas
 from parallel.materialize import allocate, seed_of
+from parallel.plan import ParallelPlan
 from parallel.replicas import local_part
 from tests.parallel.small_model import build, whole
 from tests.ranks import run_ranks
@@ -248,13 +249,7 @@ def refusal_of_a_bare_model() -> str:
     config = ParallelConfig(data_parallel="none")
     with torch.device("meta"):
         model = _Bare(2, 2)
-    trained = parallelize(model, build_mesh(config), config, llama_plan_without_modules())
+    trained = parallelize(model, build_mesh(config), config, ParallelPlan(shape=LlamaConfig().shape))
     with pytest.raises(TypeError) as caught:
         materialize(trained)
     return str(caught.value)
-
-
-def llama_plan_without_modules() -> Any:
-    from dataclasses import replace
-
-    return replace(llama_plan(LlamaConfig()), tensor_parallel={}, units=(), blocks=())
