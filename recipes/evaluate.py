@@ -4,6 +4,7 @@ import itertools
 import math
 import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ from parallel import IGNORE_INDEX, Batch, ParallelConfig
 from recipes.checks import check_integer
 from recipes.command import parse
 from recipes.data import ByteTokenizer, DataConfig, Tokenizer, collate, load_dataset, load_tokenizer
+from recipes.data.config import WeightedSource
 from recipes.from_checkpoint import check_layout_of, find_checkpoint, load_model, recipe_of
 from recipes.launch import run
 from recipes.launchers import is_first_rank, world_size_to_come
@@ -63,7 +65,7 @@ class EvaluateCommand:
         Args:
             recipe: That of the checkpoint.
         """
-        own = self.data.sources == recipe.data.sources
+        own = [_located(each) for each in self.data.sources] == [_located(each) for each in recipe.data.sources]
         side = self.side or ("held_out" if own else "all")
         if side == "held_out":
             return self.data, side
@@ -71,6 +73,11 @@ class EvaluateCommand:
         if mixture:
             return replace(self.data, mixture=mixture), side
         return replace(self.data, held_out_fraction=0.0), side
+
+
+def _located(source: WeightedSource) -> WeightedSource:
+    """The same source, however its path is written."""
+    return replace(source, source=str(Path(source.source).resolve()))
 
 
 @dataclass(frozen=True, kw_only=True)

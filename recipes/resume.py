@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from checkpoint import TrainState, latest, load
 from checkpoint.ranks import Ranks
-from checkpoint.steps import step_name
+from checkpoint.steps import STEP_NAME, step_name
 from parallel import Trained
 from recipes.from_checkpoint import find_checkpoint, in_one_line, load_weights, refuse_other_model
 from recipes.recipe import Recipe, changed_fields
@@ -38,13 +38,21 @@ class Start:
             ranks: Ranks of the job.
 
         Raises:
-            ValueError: If the checkpoint that it names for its weights is none.
+            ValueError: If the checkpoint that it names for its weights is none, or its own are all damaged.
             OSError: If its folder cannot be made.
         """
 
         def newest() -> Path | None:
-            recipe.output.checkpoints.mkdir(parents=True, exist_ok=True)
-            return latest(recipe.output.checkpoints, thorough=False)
+            folder = recipe.output.checkpoints
+            folder.mkdir(parents=True, exist_ok=True)
+            found = latest(folder, thorough=False)
+            unusable = [] if found else sorted(each.name for each in folder.iterdir() if STEP_NAME.fullmatch(each.name))
+            if unusable:
+                raise ValueError(
+                    f"{folder} holds {', '.join(unusable)}, of which none is complete and undamaged, and a run from "
+                    "scratch would replace them; mend or move them, or name another output.folder"
+                )
+            return found
 
         def origin(path: str) -> str:
             return ranks.on_coordinator(f"start from {path}", lambda: find_checkpoint(path))

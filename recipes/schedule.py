@@ -91,7 +91,7 @@ def check_schedule(config: ScheduleConfig, total_steps: int) -> None:
     if config.warmup_steps > total_steps:
         raise ValueError(
             f"warmup_steps={config.warmup_steps} must not exceed the {total_steps} optimizer steps of the run; "
-            "shorten the warm-up or train longer"
+            "shorten the warm-up (--schedule.warmup-steps) or train longer (--training.steps)"
         )
     decay_steps = config.decay_steps(total_steps)
     if config.warmup_steps + decay_steps > total_steps:

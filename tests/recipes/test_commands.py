@@ -386,6 +386,18 @@ def test_a_corrupt_checkpoint_is_refused(trained: Recipe, recipe_file: str, tmp_
     assert error.startswith("error: ") and "holds no other complete checkpoint" in error and str(file) in error
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over_them(
+    trained: Recipe, recipe_file: str, tmp_path: Path
+) -> None:
+    recipe = moved(trained, tmp_path / "out")
+    for file in recipe.output.checkpoints.glob("step-*/rank-00000.safetensors"):
+        file.unlink()
+    said = _on_ranks("recipes.train", recipe_file, "--output.folder", str(tmp_path / "out"))
+    assert said.code == 1
+    assert said.err.splitlines()[-1].startswith(f"error: {recipe.output.checkpoints} holds step-")
+    assert "a run from scratch would replace them" in said.err
+
+
 def test_a_changed_schedule_is_one_warning_on_rank_0(trained: Recipe, recipe_file: str, tmp_path: Path) -> None:
     moved(trained, tmp_path / "out")
     words = ("--output.folder", str(tmp_path / "out"), "--training.steps", "4")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -105,6 +106,11 @@ def test_by_default_it_measures_what_the_run_held_out(trained: Recipe) -> None:
     everything = _measure(trained, side="all")
     text = sum(len(file.read_bytes()) for file in Path(trained.data.source).iterdir())
     assert found.num_bytes < everything.num_bytes == text
+
+
+def test_the_run_s_own_text_is_known_by_where_it_lies_not_by_how_its_path_is_written(trained: Recipe) -> None:
+    for written in (f"{trained.data.source}/", os.path.relpath(trained.data.source)):
+        assert _measure(trained, source=written) == _measure(trained)
 
 
 def test_of_a_mixture_all_sources_are_measured(trained: Recipe, tmp_path: Path) -> None:
