@@ -241,7 +241,7 @@ class ParallelConfig:
 
 def _check_choices(config: object) -> None:
     """Refuses a name that its field's Literal type does not list, and a bool field that holds no bool."""
-    hints = _hints(type(config))
+    hints = _hints(type(config))  # type: ignore[arg-type]  # a class can be hashed, which mypy overlooks
     for each in fields(config):  # type: ignore[arg-type]  # mypy cannot bound `object` to dataclass instances
         value, hint = getattr(config, each.name), hints[each.name]
         members = get_args(hint)

@@ -21,7 +21,7 @@ BLOCK = [(D, D, 0), (KV, D, 0), (KV, D, 0), (D, D, 1), (F, D, 0), (F, D, 0), (D,
 ALL = [(V, D, 0), *BLOCK * L, (D, 1, None), (V, D, 0)]
 TIED = ALL[:-1]
 # What is gathered at the end of forward: the root; the units whose backward needs weights.
-NORM = [(D, 1, None)]
+NORM: Parameters = [(D, 1, None)]
 NEEDED = [*BLOCK * L, *NORM]
 Parameters = list[tuple[int, int, int | None]]
 
