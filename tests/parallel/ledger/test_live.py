@@ -12,6 +12,7 @@ from parallel.ledger.live import LiveBytes, LiveMeter, all_live_bytes, storage_b
 from tests.parallel.small_model import adamw, batches, build
 from tests.ranks import run_ranks
 
+Parameters = list[tuple[int, int, int | None]]
 MODEL = LlamaConfig(num_layers=2)
 D, F, V, L = MODEL.width, MODEL.feed_forward_width, MODEL.vocab_size, MODEL.num_layers
 KV = MODEL.num_kv_heads * MODEL.shape.head_dim
@@ -23,7 +24,6 @@ TIED = ALL[:-1]
 # What is gathered at the end of forward: the root; the units whose backward needs weights.
 NORM: Parameters = [(D, 1, None)]
 NEEDED = [*BLOCK * L, *NORM]
-Parameters = list[tuple[int, int, int | None]]
 
 
 def shard_elements(parameters: Parameters, ranks: int, tp: int = 1) -> int:
