@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from checkpoint import files, shard_file, steps
+from checkpoint import files, filesystem, shard_file, steps
 from checkpoint.boxes import Box
 from checkpoint.layout import Layout, replicated
 from checkpoint.manifest import BLOCK_BYTES, Header, Manifest, file_name
@@ -72,7 +73,7 @@ def write_checkpoint(
     are in memory at a time.
 
     Args:
-        folder: Where checkpoints are kept; made if it is not there.
+        folder: Where checkpoints are kept; made if it is not there, and removed again if this fails.
         source: The values.
         header: All that is no tensor; the number of files takes the place of its world size.
         num_files: How many files; None: one for each GiB.
@@ -93,6 +94,7 @@ def write_checkpoint(
         name: StoredTensor(dtype=dtype, shape=shape, layout=_layout(shape, count))
         for name, (dtype, shape) in source.tensors.items()
     }
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     temporary = steps.prepare(folder, header.step)
     try:
         owners, written = Owners(tensors), {}
@@ -108,6 +110,10 @@ def write_checkpoint(
         return steps.publish(temporary, header.step)
     except BaseException:
         steps.discard(temporary)
+        # Innermost first; one that another process put something into stays.
+        with suppress(OSError):
+            for each in made:
+                filesystem.remove_folder(each)
         raise
 
 

@@ -107,11 +107,23 @@ def prune(folder: Path, retention: Retention, written: Path) -> None:
     complete = [(manifest.header.step, path) for path, manifest in newest_first(folder)]
     for path in retention.superfluous(complete):
         if path != written:
-            # It loses its name before its first file, so that at no time an incomplete one has a name.
-            hidden = _hidden(path, "tmp")
-            filesystem.rename(path, hidden)
-            filesystem.sync_folder(folder)
-            filesystem.remove_tree(hidden)
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Removes the checkpoint of one step.
+
+    Args:
+        path: Its folder.
+
+    Raises:
+        OSError: If it cannot be removed.
+    """
+    # It loses its name before its first file, so that at no time an incomplete one has a name.
+    hidden = _hidden(path, "tmp")
+    filesystem.rename(path, hidden)
+    filesystem.sync_folder(path.parent)
+    filesystem.remove_tree(hidden)
 
 
 def latest(folder: str | os.PathLike[str], *, thorough: bool = True) -> Path | None:

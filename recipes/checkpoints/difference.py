@@ -14,6 +14,7 @@ from checkpoint.boxes import whole
 from checkpoint.canonical import MODEL_PREFIX
 from checkpoint.hub.folder import is_hub_folder
 from checkpoint.offline import SLAB_BYTES, Source, total_bytes
+from checkpoint.random_state import CPU, CUDA
 from checkpoint.sources import CheckpointSource
 from recipes.checkpoints.report import DIFFERENT, Report, progress
 from recipes.from_checkpoint import find_checkpoint
@@ -82,6 +83,8 @@ class Comparison:
         only_b: Names that the other has alone.
         shapes: Names whose shapes differ; their values are not compared.
         dtypes: Names whose dtypes differ.
+        of_other_ranks: States of random-number generators where the two hold those of another number of ranks, none of
+            which has its like in the other; not compared, and no difference.
         num_equal: Tensors whose values are equal.
         differences: Those whose values differ, the farthest apart first.
     """
@@ -90,6 +93,7 @@ class Comparison:
     only_b: list[str]
     shapes: list[str]
     dtypes: list[str]
+    of_other_ranks: list[str]
     num_equal: int
     differences: list[Difference]
 
@@ -109,6 +113,7 @@ class Comparison:
             "only in b": self.only_b,
             "of another shape": self.shapes,
             "of another dtype": self.dtypes,
+            "not compared, of another number of ranks, no difference": self.of_other_ranks,
         }
         shown: list[RenderableType] = [
             f"{what} ({len(names)}): {', '.join(names)}" for what, names in headings.items() if names
@@ -132,7 +137,8 @@ def compare_all(a: Source, b: Source, prefix: str = "") -> Comparison:
         b: The other.
         prefix: How their names begin.
     """
-    of_a, of_b = ([name for name in each.tensors if name.startswith(prefix)] for each in (a, b))
+    apart = _of_other_ranks(a, b)
+    of_a, of_b = ([name for name in each.tensors if name.startswith(prefix) and name not in apart] for each in (a, b))
     common = [name for name in of_a if name in b.tensors]
     shapes = [name for name in common if a.tensors[name][1] != b.tensors[name][1]]
     found: list[Difference] = []
@@ -146,6 +152,7 @@ def compare_all(a: Source, b: Source, prefix: str = "") -> Comparison:
         only_b=[name for name in of_b if name not in a.tensors],
         shapes=shapes,
         dtypes=[name for name in common if a.tensors[name][0] != b.tensors[name][0]],
+        of_other_ranks=[name for name in apart if name.startswith(prefix)],
         num_equal=sum(not each.num_different for each in found),
         differences=sorted(
             (each for each in found if each.num_different),
@@ -153,6 +160,12 @@ def compare_all(a: Source, b: Source, prefix: str = "") -> Comparison:
             reverse=True,
         ),
     )
+
+
+def _of_other_ranks(a: Source, b: Source) -> list[str]:
+    """Names of generators' states, of which there is a row for each rank, if the numbers of ranks differ."""
+    is_other = CPU in a.tensors and CPU in b.tensors and a.tensors[CPU][1] != b.tensors[CPU][1]
+    return [name for name in (CPU, CUDA) if is_other and (name in a.tensors or name in b.tensors)]
 
 
 def open_source(path: str) -> Source:
@@ -171,6 +184,8 @@ def open_source(path: str) -> Source:
 @dataclass(frozen=True, kw_only=True)
 class Diff:
     """Compares two checkpoints, or Hugging Face folders: their tensors, and how far apart values are.
+
+    States of random-number generators of another number of ranks are named apart: they are no difference.
 
     Attributes:
         a: One of them.

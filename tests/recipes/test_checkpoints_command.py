@@ -149,6 +149,38 @@ def test_prune_says_what_would_go_and_then_removes_it(run: Path, capsys: pytest.
     assert "last=0 must be at least 1" in command(capsys, "prune", run, "--keep", "0", code=1)
 
 
+def test_prune_counts_sound_checkpoints_alone_and_names_the_damaged_which_stay(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run / "checkpoints"
+    spoil(folder / "step-00000030" / "rank-00001.safetensors")
+    main_shows(capsys, ["prune", str(run), "--keep", "1", "--dry-run"], "step-00000030: UNUSABLE", "1 sound")
+    done = command(capsys, "prune", run, "--keep", "1")
+    assert done["removed"] == [str(folder / "step-00000010")] and done["kept"] == [str(folder / "step-00000020")]
+    (unusable,) = done["unusable"]
+    assert unusable["path"] == str(folder / "step-00000030") and "rank-00001" in unusable["problems"][0]
+    assert sorted(os.listdir(folder)) == ["step-00000020", "step-00000030"]
+    spoil(folder / "step-00000020" / "rank-00000.safetensors")
+    done = command(capsys, "prune", run, "--keep", "1")
+    assert done["removed"] == done["kept"] == [] and len(done["unusable"]) == 2 and len(os.listdir(folder)) == 2
+
+
+def test_prune_names_what_is_not_complete_and_damage_of_what_stays_for_good(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run / "checkpoints"
+    shutil.copytree(folder / "step-00000030", folder / "step-00000040")
+    os.truncate(folder / "step-00000020" / "rank-00000.safetensors", 100)
+    (folder / "step-00000010" / "protected").touch()
+    spoil(folder / "step-00000010" / "rank-00000.safetensors")
+    done = command(capsys, "prune", run, "--keep", "1")
+    assert done["removed"] == [] and done["kept"] == [str(folder / "step-00000030")]
+    problems = {Path(each["path"]).name: each["problems"][0] for each in done["unusable"]}
+    assert problems.keys() == {"step-00000010", "step-00000020", "step-00000040"}
+    assert "rank-00000.safetensors" in problems["step-00000020"] and "renamed" in problems["step-00000040"]
+    main_shows(capsys, ["prune", str(run), "--keep", "1"], *problems.values())
+
+
 def test_a_run_that_goes_on_keeps_its_checkpoints_by_whatever_path_they_are_named(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,9 +232,26 @@ def test_a_checkpoint_that_is_divided_over_other_files_loads_with_all_it_has(
 def test_one_flipped_bit_ends_a_conversion_and_leaves_nothing(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spoil(run / "checkpoints" / "step-00000030" / "rank-00000.safetensors")
-    assert "rank-00000.safetensors" in command(capsys, "reshard", run, tmp_path / "x", code=1)
-    assert list(tmp_path.glob("x/*")) == []
+    spoil(run / "checkpoints" / "step-00000030" / "rank-00001.safetensors")
+    assert "rank-00001.safetensors" in command(capsys, "reshard", run, tmp_path / "x", code=1)
+    assert os.listdir(tmp_path) == ["run"]
+    assert "rank-00001.safetensors" in command(capsys, "reshard", run, tmp_path / "x" / "y", code=1)
+    assert os.listdir(tmp_path) == ["run"]
+    (tmp_path / "x").mkdir()
+    command(capsys, "reshard", run, tmp_path / "x", code=1)
+    assert os.listdir(tmp_path / "x") == []
+
+
+def test_diff_finds_a_resharded_checkpoint_equal_and_names_the_generators_of_other_ranks_apart(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(capsys, "reshard", saved, tmp_path / "x", "--files", "5")
+    found = command(capsys, "diff", saved, tmp_path / "x")
+    assert found["of_other_ranks"] == ["rng.cpu"] and not found["shapes"] and found["num_equal"] > 40
+    assert command(capsys, "diff", saved, tmp_path / "x", "--model")["of_other_ranks"] == []
+    main_shows(capsys, ["diff", str(saved), str(tmp_path / "x")], "no difference (1): rng.cpu")
+    one, other = saved / "checkpoints" / "step-00000010", saved / "checkpoints" / "step-00000030"
+    assert command(capsys, "diff", one, other)["of_other_ranks"] == []
 
 
 @pytest.fixture(scope="module")
