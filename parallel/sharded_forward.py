@@ -57,11 +57,15 @@ def refuse_direct_forward(module: nn.Module, fqn: str, instead: str = "the modul
 
     def enter(_module: nn.Module, _inputs: object) -> None:
         nonlocal entered
-        entered = True
+        # The compiler traces modules of a block through their hooks, and knows no effect of theirs on the outside.
+        if not torch.compiler.is_compiling():
+            entered = True
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal entered
+        if torch.compiler.is_compiling():
+            return inner(*args, **kwargs)
         if not entered:
             raise RuntimeError(
                 f"the parameters of {fqn} would be used while sharded; call {instead}, not its .forward()"
