@@ -137,12 +137,17 @@ def _serve(rank: int, world_size: int, store_port: int, connection: Connection) 
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _forget_groups()
+            _forget()
         connection.send_bytes(pickle.dumps(outcome))
 
 
-def _forget_groups() -> None:
-    """Lets go of every process group: each has threads, which go on waking up while anything refers to it."""
+def _forget() -> None:
+    """Starts afresh for the next call.
+
+    Lets go of every process group (each has threads, which go on waking up while anything refers to it) and of what the
+    compiler has learned (it makes sizes symbols once it has met two of them).
+    """
+    import torch
     from torch.distributed.tensor import _collective_utils, _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -151,6 +156,7 @@ def _forget_groups() -> None:
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    torch.compiler.reset()
     # Models with hooks refer to themselves.
     gc.collect()
 
