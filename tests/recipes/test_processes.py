@@ -163,7 +163,9 @@ def test_a_failure_of_one_rank_is_one_message_below_its_traceback_with_debug(tmp
 
 
 def test_torchrun_starts_the_command_and_its_failure_is_one_message_of_ours(tmp_path: Path, recipe_file: str) -> None:
-    torchrun = ("torch.distributed.run", "--nproc_per_node", "2", "-m", "recipes.train", recipe_file)
+    # Alone: else both would meet at torchrun's usual port.
+    alone = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    torchrun = (*alone, "-m", "recipes.train", recipe_file)
     (tmp_path / "bad").mkdir()
     good = Command(tmp_path, *torchrun, "--training.stop-at", "2", *_output(tmp_path))
     bad = Command(tmp_path / "bad", *torchrun, "--data.source", "/no/such/text", *_output(tmp_path / "bad"))
@@ -181,7 +183,7 @@ def test_torchrun_starts_the_command_and_its_failure_is_one_message_of_ours(tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_is_survived_through_a_restart_by_torchrun(tmp_path: Path, recipe_file: str) -> None:
-    words = ("--nproc_per_node", "2", "--max_restarts", "1", "-m", "recipes.train", recipe_file)
+    words = ("--standalone", "--nproc_per_node", "2", "--max_restarts", "1", "-m", "recipes.train", recipe_file)
     command = Command(tmp_path, "torch.distributed.run", *words, *LONG, *_output(tmp_path))
     try:
         command.wait_until_it_has_saved()
