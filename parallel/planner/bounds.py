@@ -10,6 +10,7 @@ from parallel.planner.links import GB
 from parallel.planner.pipeline import bubble
 from parallel.planner.timing import STREAM_PASSES, WIDE_PASSES
 from parallel.schedules import SCHEDULES
+from parallel.traits import TRAITS
 
 BFLOAT16 = 2
 
@@ -49,7 +50,7 @@ def least_bytes(costs: ModelCosts, request: Request, degrees: Degrees, kind: Kin
     """
     own = costs.total / (degrees.tp * degrees.pp)
     shards = 1 if kind.strategy in (None, "no_shard") else degrees.dp_shard * degrees.cp
-    rows = degrees.dp_replicate * degrees.cp if kind.data_parallel == "zero1" else shards
+    rows = degrees.dp_replicate * degrees.cp if TRAITS[kind.data_parallel].splits_optimizer_rows else shards
     is_whole = degrees.pp > 1 or kind.strategy not in ("full_shard", "hybrid_shard")
     whole = (BFLOAT16 * own if is_whole else 0.0) + (FLOAT32 * own if degrees.pp > 1 else 0.0)
     # A pipeline keeps as many micro-batches as it has less of the blocks.

@@ -7,6 +7,7 @@ from parallel.config import ParallelConfig, ReduceGradients
 from parallel.plan import ModelShape
 from parallel.planner.costs import Recompute
 from parallel.planner.hardware import Gpu
+from parallel.traits import TRAITS
 
 
 class Candidate(NamedTuple):
@@ -32,7 +33,7 @@ class Candidate(NamedTuple):
         Raises:
             ValueError: If its fields contradict each other.
         """
-        varies = self.config.data_parallel in ("fsdp1", "fsdp2") and self.config.pp == 1 and self.num_micro_batches > 1
+        varies = TRAITS[self.config.data_parallel].shards and self.config.pp == 1 and self.num_micro_batches > 1
         return replace(
             self.config,
             activation_checkpointing=self.recompute.checkpointing,

@@ -10,6 +10,7 @@ from parallel.planner.bounds import Degrees, Kind
 from parallel.planner.candidate import Candidate, Request
 from parallel.planner.costs import KEEP_ALL, KEEP_INPUT, RECOMPUTES
 from parallel.schedules import SCHEDULES, check_micro_batches, traits_of
+from parallel.traits import TRAITS
 
 WORTHWHILE: tuple[Schedule, ...] = tuple(each for each in get_args(Schedule) if each != "gpipe")
 METHODS: tuple[ContextParallelMethod | None, ...] = get_args(ContextParallelMethod)
@@ -76,7 +77,7 @@ def candidates(request: Request, config: ParallelConfig, micro_batch: int) -> tu
         return ()
     recomputes = (KEEP_ALL, KEEP_INPUT) if traits_of(config).splits_backward else RECOMPUTES
     whens: tuple[ReduceGradients, ...] = ("last",)
-    if config.data_parallel == "fsdp2" and config.pp == 1:
+    if TRAITS[config.data_parallel].shards and config.pp == 1:
         whens = ("every_micro_batch", "last") if times > 1 else ("every_micro_batch",)
     return tuple(tuple(Candidate(config, each, when, micro_batch, times) for each in recomputes) for when in whens)
 
