@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from checkpoint import optimizer_state, random_state
 from checkpoint.fit import Fit
@@ -10,6 +9,7 @@ from checkpoint.layout import local_box
 from checkpoint.ranks import Ranks
 from checkpoint.reader import Slice
 from checkpoint.undo import Undo
+from parallel.replicas import local_part
 
 
 class Restore:
@@ -42,7 +42,7 @@ class Restore:
         row = random_state.source_rank(self.ranks.rank, self.ranks.size, fit.manifest.header.world_size)
         return [
             *(
-                Slice(fit.selection.stored_name(name), local_box(tensor).offsets, _local(tensor))
+                Slice(fit.selection.stored_name(name), local_box(tensor).offsets, local_part(tensor))
                 for name, tensor in self.targets.items()
             ),
             *(Slice(name, (row, 0), state.unsqueeze(0)) for name, state in self.generators.items()),
@@ -106,7 +106,3 @@ class Restore:
             shape = tuple(parameter.shape) if stored.shape == fit.whole_shape(fqn) else stored.shape
             entries[name] = optimizer_state.new_entry(name, stored.dtype, shape, parameter, groups[id(parameter)])
         return entries
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -14,6 +14,7 @@ from checkpoint.manifest import BLOCK_BYTES, Header, Manifest, StoredFile, file_
 from checkpoint.owners import Owners, StoredTensor
 from checkpoint.ranks import Ranks
 from checkpoint.state import FlatState
+from parallel.replicas import local_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,14 +174,14 @@ def _parts(flat: FlatState, tensors: Mapping[str, StoredTensor], rank: int) -> d
             continue
         tensor = flat.tensors[piece.name]
         held = local_box(tensor)
-        values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        values = local_part(tensor)
         if tuple(values.shape) != held.sizes:
             raise ValueError(
                 f"{piece.name} has {list(values.shape)} on rank {rank}, where its layout says {held.sizes}"
             )
         for dim, (offset, size) in enumerate(zip(piece.box.within(held).offsets, piece.box.sizes, strict=True)):
             values = values.narrow(dim, offset, size)
-        parts[piece.key(stored.shape)] = values.detach()
+        parts[piece.key(stored.shape)] = values
     return parts
 
 

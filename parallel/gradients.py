@@ -45,8 +45,10 @@ def clip_gradients(
     if norm_type <= 0 or (max_norm is not None and not max_norm > 0):
         raise ValueError(f"max_norm={max_norm} and norm_type={norm_type} must be positive")
     parameters, views = list(parameters), views_of or sharded_views
-    local = _local_gradients(parameters, views)
-    counted = _local_gradients([each for each in parameters if not any(each is copied for copied in copies)], views)
+    local = counted = _local_gradients(parameters, views)
+    if copies:
+        copied = set(map(id, copies))
+        counted = _local_gradients([each for each in parameters if id(each) not in copied], views)
     norm = _global_norm(counted, mesh, norm_type)
     if max_norm is not None:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -69,6 +69,14 @@ class TrainingConfig:
         if self.stored_dtype not in ("float32", "float64"):
             raise ValueError(f"unknown stored_dtype {self.stored_dtype!r}; legal: float32, float64")
 
+    def num_micro_batches(self, dp_degree: int) -> int:
+        """Micro-batches of a step on each rank.
+
+        Args:
+            dp_degree: Data-parallel ranks that share the global batch.
+        """
+        return -(-self.global_batch // (dp_degree * self.micro_batch))
+
     @property
     def last_step(self) -> int:
         """The step after which the run stops."""
@@ -166,7 +174,7 @@ class Recipe:
         self.check_layout(world_size)
         resolved = resolve(self.parallel, world_size)
         ranks = resolved.dp_replicate * resolved.dp_shard
-        check_micro_batches(resolved, -(-self.training.global_batch // (ranks * self.training.micro_batch)))
+        check_micro_batches(resolved, self.training.num_micro_batches(ranks))
         check_vocabulary(self.data, self.model.shape.vocab_size)
         if is_first_rank():
             self.metrics.check_installed()

@@ -64,10 +64,10 @@ def _layout(recipe: Recipe, mesh: Mesh) -> str:
 
 def _batch(recipe: Recipe, mesh: Mesh) -> str:
     training, length, degree = recipe.training, recipe.data.sequence_length, mesh.degree("dp")
-    num_micro_batches = -(-training.global_batch // (degree * training.micro_batch))
+    number = training.num_micro_batches(degree)
     return (
         f"{training.global_batch} sequences x {length} tokens = {training.global_batch * length:,} tokens a step; "
-        f"{num_micro_batches} micro-batch(es) of {training.micro_batch} on each of {degree} data-parallel rank(s)"
+        f"{number} micro-batch(es) of {training.micro_batch} on each of {degree} data-parallel rank(s)"
     )
 
 

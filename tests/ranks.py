@@ -91,6 +91,7 @@ class _Pool:
                 raise RankError(f"ranks {missing} did not finish in {timeout_s} s; the others: {outcomes}")
             for rank in [rank for rank, each in enumerate(self.connections) if each in ready]:
                 try:
+                    # From our own ranks, over a pipe that nobody else has.
                     outcomes[rank] = pickle.loads(self.connections[rank].recv_bytes())
                 except EOFError:
                     self.processes[rank].join(5)

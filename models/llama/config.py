@@ -75,15 +75,20 @@ class LlamaConfig(ModelConfig):
         """The config of a published model.
 
         Args:
-            name: One of `PRESETS`.
+            name: One of the family's presets: `PRESETS` here.
             overrides: Fields to set differently.
 
         Raises:
             ValueError: If there is no such preset.
         """
-        if name not in PRESETS:
-            raise ValueError(f"unknown preset {name!r}; legal: {', '.join(PRESETS)}")
-        return cls(**PRESETS[name] | overrides)
+        presets = cls._presets()
+        if name not in presets:
+            raise ValueError(f"unknown preset {name!r}; legal: {', '.join(presets)}")
+        return cls(**presets[name] | overrides)
+
+    @classmethod
+    def _presets(cls) -> dict[str, dict[str, Any]]:
+        return PRESETS
 
     @property
     def shape(self) -> ModelShape:

@@ -1,7 +1,7 @@
 """Shape of a LLaMA-style model with mixtures of experts beside the presets of published ones."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 from models.llama.config import LlamaConfig
 from parallel.plan import ModelShape
@@ -62,19 +62,8 @@ class MoeConfig(LlamaConfig):
             raise ValueError(f"unknown router_score {self.router_score!r}; legal: {', '.join(get_args(RouterScore))}")
 
     @classmethod
-    def preset(cls, name: str, **overrides: Any) -> Self:
-        """The config of a published model.
-
-        Args:
-            name: One of `MOE_PRESETS`.
-            overrides: Fields to set differently.
-
-        Raises:
-            ValueError: If there is no such preset.
-        """
-        if name not in MOE_PRESETS:
-            raise ValueError(f"unknown preset {name!r}; legal: {', '.join(MOE_PRESETS)}")
-        return cls(**MOE_PRESETS[name] | overrides)
+    def _presets(cls) -> dict[str, dict[str, Any]]:
+        return MOE_PRESETS
 
     @property
     def shape(self) -> ModelShape:

@@ -2,22 +2,21 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.tensor import DTensor
 
 from checkpoint import TrainState, load, save
 from checkpoint.shard_file import memory_of
 from checkpoint.state import flatten
 from models.llama import Llama, LlamaConfig, llama_plan
 from parallel import ParallelConfig, build_mesh, materialize, parallelize
+from parallel.replicas import local_part
 from recipes.bench import raw_files
 from recipes.bench.rounds import Comparison, interleave
 from recipes.metrics import peak_bytes
@@ -93,7 +92,7 @@ class SavedState:
         self.state = _new_state()
         self.tensors = dict(flatten(self.state, dist.get_world_size()).tensors)
         self.raw_file = self.folder / f"raw-{dist.get_rank()}"
-        self.local = [each for each in _local(self.tensors.values()) if each.numel()]
+        self.local = [each for each in map(local_part, self.tensors.values()) if each.numel()]
         self.views = [memory_of(each) for each in self.local]
 
     def describe(self) -> str:
@@ -149,7 +148,3 @@ def _new_state() -> TrainState:
     optimizer.step()
     optimizer.zero_grad()
     return TrainState(trained=trained, optimizer=optimizer)
-
-
-def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
