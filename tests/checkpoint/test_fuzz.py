@@ -1,5 +1,6 @@
 """Neither reader is led astray: whatever bytes it gets, it refuses them in words or returns what they say."""
 
+import copy
 import json
 import os
 import random
@@ -67,7 +68,8 @@ def mutate_json(generator: random.Random, text: bytes) -> Any:
         container, key = generator.choice(places(document) or [({}, "x")])
         kind = generator.randrange(4)
         if kind == 0:
-            container[key] = generator.choice(SPECIAL)
+            # A copy: the containers among them may be changed next, or be put into themselves.
+            container[key] = copy.deepcopy(generator.choice(SPECIAL))
         elif kind == 1:
             container[key] = json.loads(json.dumps(generator.choice(places(document) or [({0: 1}, 0)])[0]))
         elif kind == 2 and isinstance(container, dict):
