@@ -12,7 +12,9 @@ from parallel.traits import TRAITS
 
 DataParallel = Literal["none", "dp", "ddp", "zero1", "fsdp1", "fsdp2"]
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard"]
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v"]
+Schedule = Literal[
+    "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v", "csv"
+]
 ContextParallelMethod = Literal["allgather", "ring", "ulysses"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 ComputeDtype = Literal["stored", "float32", "bfloat16"]
@@ -156,7 +158,9 @@ class ParallelConfig:
             dp_replicate, no_shard. None: full_shard for fsdp1 and fsdp2, nothing to choose for the others.
         sequence_parallel: Split activations between the tensor-parallel parts along the sequence.
         loss_parallel: Keep logits split along the vocabulary in the loss; False gathers them.
-        schedule: Pipeline schedule, with pp > 1 only.
+        schedule: Pipeline schedule, with pp > 1 only; csv reads it from a file.
+        schedule_file: With schedule=csv, a table with a row for each rank of what it does in order: `0F0` (stage 0
+            goes forward with micro-batch 0), `0B0` (backward), or `0I0` and `0W0` (its halves: inputs, weights).
         stages: Blocks of each pipeline stage, in order; with interleaved schedules several times pp of them. None: as
             few stages as the schedule takes, balanced by cost.
         cp_method: How attention sees the whole sequence, with cp > 1 only.
@@ -184,6 +188,7 @@ class ParallelConfig:
     sequence_parallel: bool = True
     loss_parallel: bool = True
     schedule: Schedule | None = None
+    schedule_file: str | None = None
     stages: tuple[int, ...] | None = None
     cp_method: ContextParallelMethod | None = None
     precision: Precision = field(default_factory=Precision)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from parallel.schedules import SCHEDULES, traits_of
+from parallel.schedules import FROM_FILE, LEGAL_SCHEDULES, check_split_backward
 from parallel.traits import TRAITS, Traits
 
 if TYPE_CHECKING:
@@ -18,9 +18,14 @@ def check_axes(config: "ParallelConfig") -> None:
         ValueError: If one lacks the other.
     """
     if config.pp > 1 and config.schedule is None:
-        raise ValueError(f"pp={config.pp} needs a schedule; legal: {', '.join(SCHEDULES)}")
+        raise ValueError(f"pp={config.pp} needs a schedule; legal: {LEGAL_SCHEDULES}")
     if config.pp == 1 and config.schedule is not None:
         raise ValueError(f"schedule={config.schedule!r} needs pipeline stages (pp > 1); pp is 1")
+    if (config.schedule == FROM_FILE) != (config.schedule_file is not None):
+        raise ValueError(
+            f"schedule={config.schedule!r} with schedule_file={config.schedule_file!r}: a file goes with "
+            f"schedule={FROM_FILE!r}, which needs one"
+        )
     _check_pipeline(config)
     if config.cp > 1 and config.cp_method is None:
         raise ValueError(f"cp={config.cp} needs a cp_method; legal: {CONTEXT_PARALLEL_METHODS}")
@@ -51,20 +56,9 @@ def _check_pipeline(config: "ParallelConfig") -> None:
             f"with pp={config.pp} every unit stays gathered until the step ends, so {config.sharding} has no meaning; "
             "leave reshard_group and keep_last_unit out"
         )
-    if not traits_of(config).splits_backward:
-        return
-    whole = ", ".join(name for name, traits in SCHEDULES.items() if not traits.splits_backward)
-    # Gradients of weights are computed apart from those of inputs, by a second walk through a block's graph.
-    for name, value, without in (
-        ("compile", config.compile, False),
-        ("activation_checkpointing", config.activation_checkpointing == "selective", "full"),
-    ):
-        if value:
-            raise ValueError(
-                f"schedule={config.schedule!r} goes backward through each block twice, which "
-                f"{name}={getattr(config, name)!r} does not allow; use {whole}, or "
-                f"{name}={without!r}"
-            )
+    # What a file says is read where the layout meets a model: a config may come from a machine that had the file.
+    if config.schedule != FROM_FILE:
+        check_split_backward(config)
 
 
 def check_backend(config: "ParallelConfig") -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineScheduleRuntime, get_schedule_class
 
 from parallel.backend import Backend
 from parallel.batch import Batch
@@ -165,11 +165,15 @@ class Pipeline(nn.Module):
         """The schedule for micro-batches of a shape, made when the shape or their number is another than before."""
         key = (num_micro_batches, shape)
         if self._prepared is None or self._prepared[0] != key:
-            kind = get_schedule_class(traits_of(self._config).torch_name)
+            name = traits_of(self._config).torch_name
+            # Private: what runs all of torch's schedules with several stages a rank; no public way takes a table.
+            kind = get_schedule_class(name) if name else _PipelineScheduleRuntime
             stages = [self._stage(stage, shape) for stage in self._cut if stage.rank == self._rank]
             what = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
             # The loss is divided by the global count already, so that micro-batches add up.
             made = kind(what, num_micro_batches, loss_fn=self._scaled, scale_grads=False)
+            if name is None:
+                made._load_csv(self._config.schedule_file or "")
             self._prepared = (key, made)
         return self._prepared[1]
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from parallel.plan import ModelShape
+from parallel.schedule_file import read_schedule
 
 if TYPE_CHECKING:
     from parallel.config import ParallelConfig
@@ -14,7 +15,7 @@ class ScheduleTraits:
     """What a schedule asks for.
 
     Attributes:
-        torch_name: Its name in `torch.distributed.pipelining`.
+        torch_name: Its name in `torch.distributed.pipelining`; None: it stands in a file.
         fewest: Fewest stages of a rank.
         most: Most stages of a rank; None: any number.
         is_v: Whether ranks take their second stages in reverse order, so that the first rank has the last stage.
@@ -23,7 +24,7 @@ class ScheduleTraits:
         splits_backward: Whether gradients of weights are computed apart from those of inputs.
     """
 
-    torch_name: str
+    torch_name: str | None
     fewest: int = 1
     most: int | None = 1
     is_v: bool = False
@@ -44,7 +45,9 @@ SCHEDULES = {
         torch_name="DualPipeV", fewest=2, most=2, is_v=True, fills_stages=True, splits_backward=True
     ),
 }
-"""By the name that a config gives."""
+"""By the name that a config gives; beside them stands `FROM_FILE`."""
+FROM_FILE = "csv"
+LEGAL_SCHEDULES = ", ".join((*SCHEDULES, FROM_FILE))
 
 
 def traits_of(config: "ParallelConfig") -> ScheduleTraits:
@@ -52,7 +55,13 @@ def traits_of(config: "ParallelConfig") -> ScheduleTraits:
 
     Args:
         config: The layout.
+
+    Raises:
+        ValueError: If the schedule is in a file that cannot be run.
     """
+    if config.schedule == FROM_FILE:
+        splits = read_schedule(config.schedule_file or "").splits_backward
+        return ScheduleTraits(torch_name=None, most=None, splits_backward=splits)
     return SCHEDULES[config.schedule or "1f1b"]
 
 
@@ -62,7 +71,20 @@ def num_stages(config: "ParallelConfig") -> int:
     Args:
         config: The layout.
     """
+    if config.schedule == FROM_FILE:
+        return len(read_schedule(config.schedule_file or "").ranks)
     return len(config.stages) if config.stages else config.pp * traits_of(config).fewest
+
+
+def stage_ranks(config: "ParallelConfig") -> tuple[int, ...]:
+    """The rank of each stage.
+
+    Args:
+        config: The layout.
+    """
+    if config.schedule == FROM_FILE:
+        return read_schedule(config.schedule_file or "").ranks
+    return placement(num_stages(config), config.pp, is_v=traits_of(config).is_v)
 
 
 def check_stages(config: "ParallelConfig", shape: ModelShape) -> None:
@@ -76,8 +98,10 @@ def check_stages(config: "ParallelConfig", shape: ModelShape) -> None:
         ValueError: If they do not fit each other.
     """
     traits, count, layers = traits_of(config), num_stages(config), shape.num_layers
-    of_rank = f"{traits.fewest}" if traits.most == traits.fewest else f"at least {traits.fewest}"
-    if count % config.pp or count < traits.fewest * config.pp or (traits.most and count > traits.most * config.pp):
+    if config.schedule == FROM_FILE:
+        _check_file(config)
+    elif count % config.pp or count < traits.fewest * config.pp or (traits.most and count > traits.most * config.pp):
+        of_rank = f"{traits.fewest}" if traits.most == traits.fewest else f"at least {traits.fewest}"
         raise ValueError(
             f"schedule={config.schedule!r} runs {of_rank} stages on each of pp={config.pp} ranks, but stages="
             f"{config.stages} are {count}; legal: a multiple of {config.pp} from {traits.fewest * config.pp}"
@@ -87,10 +111,51 @@ def check_stages(config: "ParallelConfig", shape: ModelShape) -> None:
         raise ValueError(
             f"schedule={config.schedule!r} on pp={config.pp} ranks needs at least {traits.fewest} virtual stages a "
             f"rank, {count} stages in all, each with a block or more; the model has {layers} blocks: pp can be at most "
-            f"{layers // traits.fewest}"
+            f"{layers // (count // config.pp)}"
         )
     if config.stages and sum(config.stages) != layers:
         raise ValueError(f"stages={config.stages} hold {sum(config.stages)} blocks, but the model has {layers}")
+
+
+def _check_file(config: "ParallelConfig") -> None:
+    """Holds a schedule in a file against the layout."""
+    ranks = read_schedule(config.schedule_file or "").ranks
+    if 1 + max(ranks) != config.pp:
+        raise ValueError(
+            f"{config.schedule_file} has rows for {1 + max(ranks)} ranks, but pp={config.pp}; give it a row for "
+            "each rank"
+        )
+    if config.stages and len(config.stages) != len(ranks):
+        raise ValueError(
+            f"stages={config.stages} are {len(config.stages)}, but {config.schedule_file} has {len(ranks)}; give as "
+            "many, or leave stages out"
+        )
+    check_split_backward(config)
+
+
+def check_split_backward(config: "ParallelConfig") -> None:
+    """Holds a schedule that computes gradients of weights apart against what is done to blocks.
+
+    Args:
+        config: The layout.
+
+    Raises:
+        ValueError: If a block is to be compiled, or some of its ops computed again.
+    """
+    if not traits_of(config).splits_backward:
+        return
+    whole = ", ".join(name for name, traits in SCHEDULES.items() if not traits.splits_backward)
+    # Gradients of weights are computed apart from those of inputs, by a second walk through a block's graph.
+    for name, value, without in (
+        ("compile", config.compile, False),
+        ("activation_checkpointing", config.activation_checkpointing == "selective", "full"),
+    ):
+        if value:
+            raise ValueError(
+                f"schedule={config.schedule!r} goes backward through each block twice, which "
+                f"{name}={getattr(config, name)!r} does not allow; use {whole}, or "
+                f"{name}={without!r}"
+            )
 
 
 def check_micro_batches(config: "ParallelConfig", num_micro_batches: int) -> None:
@@ -105,6 +170,11 @@ def check_micro_batches(config: "ParallelConfig", num_micro_batches: int) -> Non
     """
     if config.pp == 1 or _runs(config, num_micro_batches):
         return
+    if config.schedule == FROM_FILE:
+        raise ValueError(
+            f"a step has {num_micro_batches} micro-batches, but {config.schedule_file} is a schedule of "
+            f"{read_schedule(config.schedule_file or '').num_micro_batches}; give the step as many"
+        )
     legal = [n for n in range(1, num_micro_batches + 4 * num_stages(config)) if _runs(config, n)]
     nearest = sorted(sorted(legal, key=lambda n: abs(n - num_micro_batches))[:4])
     stages = f"pp={config.pp} stages" if num_stages(config) == config.pp else f"{num_stages(config)} stages"
@@ -115,6 +185,8 @@ def check_micro_batches(config: "ParallelConfig", num_micro_batches: int) -> Non
 
 
 def _runs(config: "ParallelConfig", num_micro_batches: int) -> bool:
+    if config.schedule == FROM_FILE:
+        return num_micro_batches == read_schedule(config.schedule_file or "").num_micro_batches
     traits = traits_of(config)
     if num_micro_batches < (num_stages(config) if traits.fills_stages else config.pp):
         return False

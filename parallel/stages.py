@@ -9,7 +9,7 @@ from torch import nn
 
 from parallel.config import ParallelConfig
 from parallel.plan import Block, ParallelPlan
-from parallel.schedules import num_stages, placement, traits_of
+from parallel.schedules import num_stages, stage_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ def cut(plan: ParallelPlan, config: ParallelConfig) -> tuple[Stage, ...]:
     before, after = (sum(each.cost for each in blocks) for blocks in (plan.first, plan.last))
     costs = [block.cost for block in plan.blocks]
     counts = config.stages or balance(costs, num_stages(config), before=before, after=after)
-    ranks = placement(len(counts), config.pp, is_v=traits_of(config).is_v)
+    ranks = stage_ranks(config)
     ends = list(accumulate(counts))
     stages = []
     for index, (end, count, rank) in enumerate(zip(ends, counts, ranks, strict=True)):
