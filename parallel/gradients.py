@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
 from torch.nn.utils import get_total_norm
 
-from parallel.mesh import Mesh
+from parallel.mesh import EXPERT_VIEWS, Mesh
 
 SHARDING_VIEWS = ("fsdp", "tp")
 """Views along which one parameter may be sharded; along the others it is replicated."""
@@ -59,16 +59,18 @@ def clip_gradients(
 
 
 def sharded_views(tensor: Tensor) -> frozenset[str]:
-    """Names of the mesh dims along which a tensor is sharded; empty for a plain tensor.
+    """Names of the views along which a tensor is sharded; empty for a plain tensor.
 
     Args:
-        tensor: A DTensor on a slice of a `Mesh`'s parameter dims, or a plain tensor.
+        tensor: A DTensor on a slice of a `Mesh`'s parameter or expert dims, or a plain tensor.
     """
     if not isinstance(tensor, DTensor):
         return frozenset()
     names = tensor.device_mesh.mesh_dim_names or ()
     pairs = zip(names, tensor.placements, strict=True)
-    return frozenset(name for name, placement in pairs if not isinstance(placement, Replicate))
+    sharded = {name for name, placement in pairs if not isinstance(placement, Replicate)}
+    # Experts are split over ep and sharded over what it leaves of fsdp, so together over all of it.
+    return frozenset("fsdp" if name in EXPERT_VIEWS else name for name in sharded)
 
 
 def _local_gradients(
@@ -121,7 +123,8 @@ def _norm_in_units(unit: float, local: dict[frozenset[str], list[Tensor]], mesh:
     for view in SHARDING_VIEWS:
         if mesh.degree(view) == 1:
             continue
-        slots = torch.tensor([view in views for views in sets], device=mesh.device)
+        # By number: which of a mask are true a fake tensor does not know, and a dry run takes this step too.
+        slots = torch.tensor([index for index, views in enumerate(sets) if view in views], device=mesh.device)
         part = totals[slots]
         dist.all_reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.group(view))
         totals[slots] = part

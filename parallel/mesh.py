@@ -27,6 +27,9 @@ VIEWS = {
 }
 """The axes that each view spans."""
 
+EXPERT_VIEWS = ("expert_fsdp", "ep")
+"""What `fsdp` is carved into: neighbours along it share the experts (`ep`), and each expert is sharded over the rest."""
+
 PARAMETER_VIEWS = ("pp", "dp_replicate", "fsdp", "tp")
 """Dims of the DeviceMesh on which parameters live; together they span every axis."""
 
@@ -39,6 +42,8 @@ class Mesh:
         device: This rank's device.
         parameters: DeviceMesh with the dims `PARAMETER_VIEWS`, on slices of which parameters are placed.
         hybrid: Its two dims dp_replicate x fsdp, for hybrid sharding.
+        experts: DeviceMesh of the same groups with `EXPERT_VIEWS` in the place of fsdp, for parameters of experts; None
+            where ep is 1.
         ranks_per_node: Ranks that share a node.
     """
 
@@ -53,13 +58,16 @@ class Mesh:
         self.config, self.device, self.ranks_per_node = config, device, ranks_per_node
         self._rank = dist.get_rank()
         self._ranks = torch.arange(dist.get_world_size()).view([getattr(config, axis) for axis in AXES])
+        # Once: counters ask for each collective, where a search among thousands of ranks would take most of the time.
+        self._own = {view: next(group for group in self.all_groups(view) if self._rank in group) for view in VIEWS}
         shape = [self.degree(view) for view in PARAMETER_VIEWS]
         self.parameters = DeviceMesh(device.type, self._ranks.view(shape), mesh_dim_names=PARAMETER_VIEWS)
         self.hybrid = self.parameters["dp_replicate", "fsdp"]
         self._views: dict[str, DeviceMesh] = {name: self.parameters[name] for name in PARAMETER_VIEWS}
-        for name in VIEWS:
+        for name in (*VIEWS, *EXPERT_VIEWS):
             if name not in self._views:
                 self._views[name] = self._find_twin(name) or self._new_view(name)
+        self.experts = self._experts() if config.ep > 1 else None
 
     @property
     def size(self) -> int:
@@ -77,7 +85,8 @@ class Mesh:
 
     def degree(self, view: str) -> int:
         """Ranks along a view."""
-        return prod(getattr(self.config, axis) for axis in _axes_of(view))
+        ranks = prod(getattr(self.config, axis) for axis in _axes_of(view))
+        return {"ep": self.config.ep, "expert_fsdp": ranks // self.config.ep}.get(view, ranks)
 
     def coordinate(self, view: str) -> int:
         """This rank's place along a view, from 0."""
@@ -85,7 +94,8 @@ class Mesh:
 
     def ranks(self, view: str) -> list[int]:
         """Global ranks that share this rank's group of a view, in the order of their coordinates."""
-        return next(group for group in self.all_groups(view) if self._rank in group)
+        _axes_of(view)
+        return list(self._own[view])
 
     def group(self, view: str) -> dist.ProcessGroup:
         """This rank's process group of a view."""
@@ -93,6 +103,11 @@ class Mesh:
 
     def all_groups(self, view: str) -> list[list[int]]:
         """The global ranks of every group of a view; together they hold each rank once."""
+        ep = self.config.ep
+        if view == "ep":
+            return [group[start : start + ep] for group in self.all_groups("fsdp") for start in range(0, len(group), ep)]
+        if view == "expert_fsdp":
+            return [group[start::ep] for group in self.all_groups("fsdp") for start in range(ep)]
         along = [AXES.index(axis) for axis in _axes_of(view)]
         across = [dim for dim in range(len(AXES)) if dim not in along]
         groups: list[list[int]] = self._ranks.permute(across + along).reshape(-1, self.degree(view)).tolist()
@@ -100,12 +115,13 @@ class Mesh:
 
     def view_of(self, ranks: list[int]) -> str:
         """Name of the view whose group holds exactly these ranks; `world` or `other` where none does."""
-        names = [name for name in VIEWS if sorted(self.ranks(name)) == sorted(ranks)]
+        ordered = sorted(ranks)
+        names = [name for name, own in self._own.items() if sorted(own) == ordered]
         return names[0] if names else ("world" if len(ranks) == self.size else "other")
 
     def describe(self) -> str:
         """The layout in a few words, such as `fsdp2 full_shard, dp_shard 2 x tp 2`."""
-        degrees = [f"{axis} {getattr(self.config, axis)}" for axis in AXES if getattr(self.config, axis) > 1]
+        degrees = [f"{axis} {getattr(self.config, axis)}" for axis in (*AXES, "ep") if getattr(self.config, axis) > 1]
         backend = self.config.data_parallel
         strategy = f" {self.config.resolved_strategy}" if TRAITS[backend].shards else ""
         return f"{backend}{strategy}, {' x '.join(degrees) or '1 rank'}"
@@ -124,10 +140,18 @@ class Mesh:
         return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(name,))
 
 
+    def _experts(self) -> DeviceMesh:
+        names = tuple(name for view in PARAMETER_VIEWS for name in (EXPERT_VIEWS if view == "fsdp" else (view,)))
+        shape = [self.degree(name) for name in names]
+        groups = [self.group(name) for name in names]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=self._ranks.view(shape), mesh_dim_names=names)
+
+
 def _axes_of(view: str) -> tuple[str, ...]:
-    if view not in VIEWS:
-        raise KeyError(f"no view {view!r}; legal: {', '.join(VIEWS)}")
-    return VIEWS[view]
+    """The axes that a view spans; of those that fsdp is carved into, the ones that they are within."""
+    if view not in VIEWS and view not in EXPERT_VIEWS:
+        raise KeyError(f"no view {view!r}; legal: {', '.join((*VIEWS, *EXPERT_VIEWS))}")
+    return VIEWS.get(view, VIEWS["fsdp"])
 
 
 def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Mesh:
