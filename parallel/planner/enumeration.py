@@ -12,7 +12,7 @@ from parallel.planner.costs import KEEP_ALL, KEEP_INPUT, RECOMPUTES
 from parallel.schedules import SCHEDULES, check_micro_batches, traits_of
 from parallel.traits import TRAITS
 
-WORTHWHILE: tuple[Schedule, ...] = tuple(each for each in get_args(Schedule) if each != "gpipe")
+WORTHWHILE: tuple[Schedule, ...] = tuple(each for each in SCHEDULES if each != "gpipe")  # type: ignore[misc]
 METHODS: tuple[ContextParallelMethod | None, ...] = get_args(ContextParallelMethod)
 
 
