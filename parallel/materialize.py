@@ -1,6 +1,7 @@
 """Gives the parameters of a model on meta their values, which depend on the seed and on their names alone."""
 
 import hashlib
+from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -14,7 +15,7 @@ from parallel.trained import Trained
 
 @runtime_checkable
 class InitializesParameters(Protocol):
-    """A model that knows the distribution of each of its parameters."""
+    """A model, or a module within one, that knows the distribution of each of its parameters."""
 
     def init_parameter(self, fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fills a whole float32 tensor in place.
@@ -27,33 +28,33 @@ class InitializesParameters(Protocol):
         ...
 
 
-def materialize(trained: Trained, seed: int = 0) -> None:
+def materialize(trained: Trained, seed: int = 0, *, draws: Callable[[str], bool] = lambda fqn: True) -> None:
     """Allocates the parameters on the mesh's device and draws their initial values.
 
     Every rank draws each whole parameter from a generator seeded by (seed, fqn) and keeps its part, so values
     are bitwise equal on every mesh of the same device type, and one parameter is held whole at a time.
-    Afterwards replicas are compared by hash.
+    Afterwards replicas are compared by hash. The innermost module around a parameter that has an `init_parameter` is
+    asked for it.
 
     Args:
         trained: What `parallelize` returned.
         seed: Seed of the run.
+        draws: Tells by fqn which parameters get values; the others are NaN until a checkpoint brings some.
 
     Raises:
-        TypeError: If the model has no `init_parameter`.
+        TypeError: If a parameter has no module around it with an `init_parameter`.
         ValueError: If replicas differ afterwards.
     """
-    model = trained.source
-    if not isinstance(model, InitializesParameters):
-        raise TypeError(
-            f"{type(model).__name__} has no init_parameter(fqn, tensor, generator), so its values cannot be drawn; "
-            "add that method, or call allocate and load a checkpoint"
-        )
     # Not on the CPU where parameters are offloaded to it: offloading must not change the values.
-    device = trained.mesh.device
+    device, modules = trained.mesh.device, dict(trained.source.named_modules(remove_duplicate=False))
+    asked = {fqn: _initializer(modules, fqn) for fqn in trained.named_parameters() if draws(fqn)}
     _allocate(trained)
     for fqn, parameter in trained.named_parameters().items():
-        # In a function, so that one whole tensor is gone before the next is made.
-        _keep_part(parameter, _draw(model, fqn, parameter.shape, seed, device))
+        if fqn in asked:
+            # In a function, so that one whole tensor is gone before the next is made.
+            _keep_part(parameter, _draw(asked[fqn], fqn, parameter.shape, seed, device))
+        else:
+            local_part(parameter).fill_(float("nan"))
     trained.wrap_after_materialize()
     verify_replicas(trained.named_parameters(), trained.mesh, trained.backend.sharded_views)
 
@@ -90,6 +91,20 @@ def seed_of(seed: int, fqn: str) -> int:
         fqn: The parameter's name.
     """
     return int.from_bytes(hashlib.sha256(f"{seed}:{fqn}".encode()).digest()[:7], "big")
+
+
+def _initializer(modules: Mapping[str, nn.Module], fqn: str) -> InitializesParameters:
+    """The innermost module around a parameter that knows how it begins."""
+    around = fqn
+    while around:
+        around = around.rpartition(".")[0]
+        module = modules.get(around)
+        if isinstance(module, InitializesParameters):
+            return module
+    raise TypeError(
+        f"{type(modules['']).__name__} has no init_parameter(fqn, tensor, generator), so the values of {fqn} cannot be "
+        "drawn; add that method, or call allocate and load a checkpoint"
+    )
 
 
 def _draw(model: InitializesParameters, fqn: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:

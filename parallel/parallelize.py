@@ -20,7 +20,7 @@ from parallel.none import OneProcess
 from parallel.plan import ParallelPlan
 from parallel.replaced import mark_replaced
 from parallel.replicas import differ_between_ranks, hash_bits
-from parallel.stages import check_cut, cut, keep_part, part_of_plan, untie
+from parallel.stages import check_cut, check_trainable, cut, keep_part, part_of_plan, untie
 from parallel.tensor_parallel import apply_tensor_parallel, check_styles, tie
 from parallel.trained import Trained
 from parallel.traits import TRAITS
@@ -93,6 +93,7 @@ def _check(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelP
         check_styles(model, plan.tensor_parallel)
     _check_values(model, mesh)
 
+        check_trainable(model, plan, config)
 
 def _own_part(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> ParallelPlan:
     """Drops the stages of other ranks; returns the plan of what is left."""

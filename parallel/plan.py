@@ -7,7 +7,23 @@ from typing import Literal, get_args
 
 from torch import nn
 
-TensorParallelStyle = Literal["embedding", "gather_input", "colwise", "rowwise", "norm", "head_norm", "head"]
+TensorParallelStyle = Literal[
+    "embedding",
+    "gather_input",
+    "colwise",
+    "rowwise",
+    "norm",
+    "head_norm",
+    "head",
+    "expert_layer",
+    "router",
+    "experts",
+    "partial_colwise",
+    "partial_rowwise",
+    "weight_replicate",
+    "weight_colwise",
+    "weight_rowwise",
+]
 """How a module splits over the `tp` axis; `parallel/tensor_parallel.py` says what each one does."""
 
 

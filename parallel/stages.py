@@ -127,6 +127,28 @@ def check_cut(model: nn.Module, plan: ParallelPlan) -> None:
             raise ValueError(f"pp ties a parameter of the first stage to one of the last, but the plan ties {names}")
 
 
+def check_trainable(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> None:
+    """Makes sure that every stage trains something: backward of the first ones would have nothing to begin with.
+
+    Args:
+        model: The whole model.
+        plan: What it declares.
+        config: The layout.
+
+    Raises:
+        ValueError: If all of a stage is frozen.
+    """
+    trainable = [fqn for fqn, each in model.named_parameters(remove_duplicate=False) if each.requires_grad]
+    for stage in cut(plan, config):
+        starts = tuple(f"{fqn}." for fqn in stage.modules)
+        if not any(fqn.startswith(starts) for fqn in trainable):
+            raise ValueError(
+                f"pp={config.pp} gives every stage something to train, but all of stage {stage.index} "
+                f"({stage.modules[0]} to {stage.modules[-1]}) is frozen; train a parameter of each stage, such as an "
+                "adapter in every block, or use fewer stages"
+            )
+
+
 def keep_part(model: nn.Module, plan: ParallelPlan, modules: Collection[str]) -> None:
     """Drops all of a model that a part does not have, in place; what is left keeps its fqns.
 

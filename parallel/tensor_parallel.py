@@ -78,6 +78,24 @@ class VocabularyParallelHead(ParallelStyle):
 
 
 def apply_tensor_parallel(
+class WeightOnly(ParallelStyle):
+    """Lays a module's own parameters out; the module around it sees to inputs and outputs.
+
+    Args:
+        dim: Which dim of a matrix is split; None: every rank holds all of it, and gradients of parts are summed.
+    """
+
+    def __init__(self, dim: int | None) -> None:
+        super().__init__()
+        self.placement: Placement = Replicate() if dim is None else Shard(dim)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            laid_out = distribute_tensor(parameter, device_mesh, [self.placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(laid_out, requires_grad=parameter.requires_grad))
+        return module
+
+
     model: nn.Module,
     mesh: DeviceMesh,
     styles: Mapping[str, TensorParallelStyle],
@@ -110,13 +128,21 @@ def apply_tensor_parallel(
         "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
         "head": lambda: VocabularyParallelHead(residual, loss_parallel),
     }
+        "expert_layer": lambda: ExpertLayer(residual),
+        "router": WholeRouter,
+        "experts": SplitExperts,
+        "partial_colwise": lambda: PartialLinear(0),
+        "partial_rowwise": lambda: PartialLinear(1),
+        "weight_replicate": lambda: WeightOnly(None),
+        "weight_colwise": lambda: WeightOnly(0),
+        "weight_rowwise": lambda: WeightOnly(1),
     modules = dict(model.named_modules())
     frozen = [fqn for fqn, parameter in model.named_parameters() if not parameter.requires_grad]
     for pattern, style in styles.items():
         for fqn in matching(pattern, modules):
             parallel_style = makers[style]()
             if parallel_style is not None:
-                parallelize_module(modules[fqn], mesh, parallel_style)
+                _parallelize(modules[fqn], mesh, parallel_style)
             if style == "embedding":
                 # Else blocks would start from a view of a collective's result, which fully_shard warns of.
                 modules[fqn].register_forward_hook(_copy_output)
@@ -126,6 +152,16 @@ def apply_tensor_parallel(
 
 
 def check_styles(model: nn.Module, styles: Mapping[str, TensorParallelStyle]) -> None:
+def _parallelize(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    """Applies a style to a module alone: torch's for linear maps would split what lies within one in the same way."""
+    within = dict(module.named_children()) if isinstance(module, nn.Linear) else {}
+    for name in within:
+        delattr(module, name)
+    parallelize_module(module, mesh, style)
+    for name, child in within.items():
+        setattr(module, name, child)
+
+
     """Refuses modules without a style where ranks see different parts of the sequence.
 
     Such a module would compute, but its gradients would be those of the rank's own tokens, and nothing would add them.

@@ -13,7 +13,14 @@ from parallel.traits import TRAITS
 from parallel.units import choose_units, kept_unit
 
 # Along which dim `tp` splits weights of a style; a bias only along its first. Other styles split nothing.
-_SPLIT: Mapping[TensorParallelStyle, int] = {"embedding": 0, "colwise": 0, "head": 0, "rowwise": 1}
+_SPLIT: Mapping[TensorParallelStyle, int] = {
+    "embedding": 0,
+    "colwise": 0,
+    "head": 0,
+    "rowwise": 1,
+    "weight_colwise": 0,
+    "weight_rowwise": 1,
+}
 
 ALIGNMENT_BYTES = 16
 """FSDP1 lets each parameter of a flattened unit start at a multiple of this, in the dtype that is gathered."""
