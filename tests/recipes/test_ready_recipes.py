@@ -4,11 +4,14 @@ import os
 from dataclasses import replace
 from math import ceil
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
+from models.registry import family_of
 from parallel import ParallelConfig
 from parallel.layout import resolve
+from parallel.stages import cut
 from recipes.dry_run import DryRun, dry_run
 from recipes.find import find_recipe, intended_world_size, recipe_names
 from recipes.recipe import Recipe
@@ -16,6 +19,8 @@ from tests.ranks import run_ranks
 
 READY = [name for name in recipe_names() if intended_world_size(name) is not None]
 FLOAT32 = 4
+Part = tuple[int, int, int | None]
+"""Rows, columns, and the dim that tensor parallelism splits."""
 
 
 def _dry_run(name: str, world_size: int, rank: int) -> DryRun:
@@ -28,12 +33,12 @@ def _dry_run(name: str, world_size: int, rank: int) -> DryRun:
     return made
 
 
-def _parts(recipe: Recipe) -> dict[str, tuple[int, int, int | None]]:
+def _parts(recipe: Recipe) -> dict[str, Part]:
     """Of each parameter: rows, columns, and the dim that tensor parallelism splits; norms it leaves whole."""
     shape = recipe.model.shape
     d, f, v = shape.width, shape.feed_forward_width, shape.vocab_size
     heads, groups = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    parts: dict[str, tuple[int, int, int | None]] = {"embed.weight": (v, d, 0), "norm.weight": (d, 1, None)}
+    parts: dict[str, Part] = {"embed.weight": (v, d, 0), "norm.weight": (d, 1, None)}
     if not shape.tied_embeddings:
         parts["head.weight"] = (v, d, 0)
     for index in range(shape.num_layers):
@@ -54,12 +59,25 @@ def _parts(recipe: Recipe) -> dict[str, tuple[int, int, int | None]]:
     return parts
 
 
-def _bytes_of(part: tuple[int, int, int | None], tp: int, shards: int, place: int) -> int:
+def _bytes_of(part: Part, tp: int, shards: int, place: int) -> int:
     """Tensor parallelism splits first; of the rows that are left each rank of the shards takes the same, rounded up."""
     rows, columns, split = part
     rows, columns = (rows // tp if split == 0 else rows), (columns // tp if split == 1 else columns)
     size = ceil(rows / shards)
     return max(0, min(size, rows - place * size)) * columns * FLOAT32
+
+
+def _of_stages(parts: dict[str, Part], recipe: Recipe, rank: int) -> dict[str, Part]:
+    """Those that a rank of a pipeline holds."""
+    pp = recipe.parallel.pp
+    if pp == 1:
+        return parts
+    stages = cut(family_of(recipe.model).plan(recipe.model), recipe.parallel)
+    own = [fqn for stage in stages if stage.rank == rank for fqn in stage.modules]
+    # Ranks hold about as many modules; embedding, norm and head count.
+    assert len(own) == pytest.approx((recipe.model.shape.num_layers + 3) / pp, abs=2)
+    starts = tuple(f"{each}." for each in own)
+    return {fqn: part for fqn, part in parts.items() if fqn.startswith(starts)}
 
 
 def test_the_recipes_for_clusters_are_listed_with_their_world_sizes() -> None:
@@ -69,8 +87,11 @@ def test_the_recipes_for_clusters_are_listed_with_their_world_sizes() -> None:
         "smollm2_135m": 8,
         "llama_3_2_1b": 8,
         "llama_3_1_8b": 64,
+        "llama_3_1_8b_128k": 64,
         "llama_3_1_70b": 256,
+        "llama_3_1_70b_3d": 256,
         "llama_3_1_405b": 2048,
+        "llama_3_1_405b_4d": 8192,
     }
 
 
@@ -83,6 +104,10 @@ def test_the_recipes_for_clusters_are_listed_with_their_world_sizes() -> None:
         ("llama_3_1_8b", 8, 5, "full_shard, dp_shard 8"),
         ("llama_3_1_8b", 64, 63, "full_shard, dp_shard 64"),
         ("llama_3_1_70b", 256, 83, "full_shard, dp_shard 32 x tp 8"),
+        ("llama_3_1_8b_128k", 64, 37, "full_shard, dp_shard 4 x cp 8 x tp 2"),
+        ("llama_3_1_70b_3d", 256, 3, "full_shard, pp 4 x dp_shard 8 x tp 8"),
+        ("llama_3_1_70b_3d", 256, 255, "full_shard, pp 4 x dp_shard 8 x tp 8"),
+        ("llama_3_1_405b_4d", 8192, 5001, "full_shard, pp 16 x dp_shard 4 x cp 16 x tp 8"),
         ("llama_3_1_405b", 2048, 0, "hybrid_shard, dp_replicate 2 x dp_shard 128 x tp 8"),
         ("llama_3_1_405b", 2048, 2047, "hybrid_shard, dp_replicate 2 x dp_shard 128 x tp 8"),
     ],
@@ -92,21 +117,19 @@ def test_a_rank_of_the_full_world_holds_its_share_to_the_byte(name: str, world_s
     layout = resolve(recipe.parallel, world_size)
     (made,) = run_ranks(1, _dry_run, name, world_size, rank)
     assert made.mesh == f"fsdp2 {mesh}"
-    place = (rank // layout.tp) % layout.dp_shard
-    assert made.coordinates == {
-        "dp_replicate": rank // (layout.tp * layout.dp_shard),
-        "dp_shard": place,
-        "cp": 0,
-        "tp": rank % layout.tp,
-        "pp": 0,
-    }
-    expected = {fqn: _bytes_of(part, layout.tp, layout.dp_shard, place) for fqn, part in _parts(recipe).items()}
+    sizes = {axis: getattr(layout, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    place = dict(zip(sizes, map(int, np.unravel_index(rank, list(sizes.values()))), strict=True))
+    assert made.coordinates == place
+    shards, own = layout.dp_shard * layout.cp, place["dp_shard"] * layout.cp + place["cp"]
+    parts = _of_stages(_parts(recipe), recipe, place["pp"])
+    expected = {fqn: _bytes_of(part, layout.tp, shards, own) for fqn, part in parts.items()}
     assert {fqn: shard.num_bytes for fqn, shard in made.shards.items()} == expected
     assert made.parameter_bytes == sum(expected.values())
-    assert made.num_parameters == recipe.model.num_parameters
-    # What is not split by rows that divide is little.
-    share = recipe.model.num_parameters * FLOAT32 / (layout.tp * layout.dp_shard)
-    assert made.parameter_bytes == pytest.approx(share, rel=0.02)
+    # What is not split by rows that divide is little, and so is what stages differ by.
+    share = recipe.model.num_parameters * FLOAT32 / (layout.pp * layout.tp * shards)
+    if layout.pp == 1:
+        assert made.num_parameters == recipe.model.num_parameters
+    assert made.parameter_bytes == pytest.approx(share, rel=0.02 if layout.pp == 1 else 0.2)
 
 
 @pytest.mark.parametrize("name", READY)
