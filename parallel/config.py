@@ -71,7 +71,8 @@ class Sharding:
             A plan whose units come from `units_where` follows any predicate.
         unit_min_parameters: With units=size, a module becomes a unit once it holds so many parameters.
         reshard_group: After forward keep a unit sharded over this many neighbouring ranks instead of all, so that
-            backward gathers it within a node; with full_shard and hybrid_shard only. None: over all.
+            backward gathers it within a node; with full_shard and hybrid_shard only. None: over all. Experts that ep
+            splits stay sharded over all ranks that hold them.
         keep_last_unit: Leave the last unit that backward needs gathered after forward, as it is needed at once.
         forward_prefetch: How many units ahead of its use a unit is gathered in forward; 0 leaves it to the backend.
         backward_prefetch: The same in backward.

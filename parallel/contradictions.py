@@ -131,6 +131,11 @@ def check_strategy(config: "ParallelConfig") -> None:
             f"{backend} does not shard parameters here, so dp_shard={config.dp_shard} has no meaning; use another "
             f"strategy of fsdp2, or dp_replicate={config.dp_replicate * config.dp_shard} with dp_shard=1"
         )
+    if strategy == "no_shard" and config.ep > 1:
+        raise ValueError(
+            f"ep={config.ep} gives each rank some of the experts, but strategy='no_shard' keeps every parameter whole; "
+            "use 'full_shard' or 'shard_grad_op', or ep=1"
+        )
     if config.is_hybrid and config.dp_replicate == 1:
         raise ValueError(
             f"strategy={strategy!r} shards within a group and replicates over groups, so it needs "

@@ -1,13 +1,14 @@
 """Shards parameters, gradients and optimizer state per parameter through `fully_shard`."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
 from parallel.backend import Backend
@@ -15,8 +16,9 @@ from parallel.config import ParallelConfig, Precision, ReduceGradients, Sharding
 from parallel.local_step import OwnShards, step_on_local_shards
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan, Unit
+from parallel.replicas import local_part
 from parallel.sharded_forward import gather_in_backward_if_kept, refuse_direct_forward
-from parallel.units import choose_units, kept_unit, modules_in_root
+from parallel.units import choose_units, kept_unit, modules_in_root, with_expert_units
 
 
 class FullyShard(Backend):
@@ -29,11 +31,17 @@ class FullyShard(Backend):
     def wrap(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> nn.Module:
         """Shards over the fsdp view, or over dp_replicate x fsdp for the hybrids; no_shard replicates over loss."""
         view = mesh.hybrid if config.is_hybrid else mesh["fsdp"]
+        units = choose_units(model, plan, config.sharding)
+        expert_mesh = None
+        if mesh.experts is not None:
+            units = with_expert_units(model, plan, units)
+            expert_mesh = mesh.experts[("dp_replicate", "expert_fsdp") if config.is_hybrid else "expert_fsdp"]
         apply_fsdp2(
             model,
             mesh["loss"] if config.resolved_strategy == "no_shard" else view,
+            expert_mesh=expert_mesh,
             replicate=config.resolved_strategy == "no_shard",
-            units=choose_units(model, plan, config.sharding),
+            units=units,
             # Within a pipeline every micro-batch would gather everything anew.
             reshard_after_forward=config.resolved_strategy in ("full_shard", "hybrid_shard") and config.pp == 1,
             sharding=config.sharding,
@@ -70,6 +78,7 @@ def apply_fsdp2(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
+    expert_mesh: DeviceMesh | None = None,
     replicate: bool = False,
     units: tuple[Unit, ...],
     reshard_after_forward: bool,
@@ -81,6 +90,7 @@ def apply_fsdp2(
     Args:
         model: The whole model, already split by tensor parallelism where that is in use.
         mesh: 1-D to shard, 2-D to replicate over the first dim and shard over the second.
+        expert_mesh: The same for units over the view `expert_fsdp`, which expert parallel has.
         replicate: Keep every parameter whole and sum its gradient over a 1-D mesh.
         units: Modules that are gathered together, in the order in which they run.
         reshard_after_forward: Free a unit after its forward and gather it again in backward (ZeRO-3).
@@ -90,23 +100,26 @@ def apply_fsdp2(
     Raises:
         ValueError: If a unit asks for another view.
     """
-    foreign = [unit for unit in units if unit.view != "fsdp"]
-    if foreign:
-        raise ValueError(f"units over another view than fsdp are not built yet: {foreign}")
     shard = functools.partial(
         _replicate if replicate else fully_shard,
-        mesh=mesh,
         mp_policy=_precision_policy(precision),
         offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         if sharding.cpu_offload
         else OffloadPolicy(),
     )
-    _shard_units(model, units, shard, sharding.reshard_group or reshard_after_forward, kept_unit(units, sharding))
+    shards: dict[str, Callable[..., Any]] = {"fsdp": functools.partial(shard, mesh=mesh)}
+    if expert_mesh is not None:
+        placement = functools.partial(_expert_placement, expert_mesh.size(-1))
+        shards["expert_fsdp"] = functools.partial(shard, mesh=expert_mesh, shard_placement_fn=placement)
+    foreign = [unit for unit in units if unit.view not in shards]
+    if foreign:
+        raise ValueError(f"units can be sharded over {', '.join(shards)} here, not as in {foreign}")
+    _shard_units(model, units, shards, reshard_after_forward, sharding)
     refuse_direct_forward(model, type(model).__name__)
     for fqn, module in modules_in_root(model, units).items():
         refuse_direct_forward(module, fqn, instead="the whole model")
     # The root is needed again as soon as backward starts, so by default it stays unsharded until then.
-    shard(model)
+    shards["fsdp"](model)
     model.register_forward_hook(_reshard_after_evaluation)
     _prefetch(model, units, sharding)
     for module in model.modules():
@@ -118,20 +131,35 @@ def apply_fsdp2(
 
 
 def _shard_units(
-    model: nn.Module, units: Sequence[Unit], shard: Callable[..., Any], after_forward: bool | int, kept: Unit | None
+    model: nn.Module,
+    units: Sequence[Unit],
+    shards: Mapping[str, Callable[..., Any]],
+    after_forward: bool,
+    sharding: Sharding,
 ) -> None:
+    """Shards each unit over its view."""
+    kept = kept_unit(units, sharding)
     for unit in units:
         modules = [model.get_submodule(fqn) for fqn in unit.modules]
         if not unit.backward_needs_weights:
             gather_in_backward_if_kept(modules)
         for module, fqn in zip(modules, unit.modules, strict=True):
             refuse_direct_forward(module, fqn)
-        reshard = False if unit is kept else after_forward
-        shard(
+        # Neighbours along fsdp hold different experts, so that groups of them could keep none.
+        group = sharding.reshard_group if unit.view == "fsdp" else None
+        reshard = False if unit is kept else group or after_forward
+        shards[unit.view](
             modules if len(modules) > 1 else modules[0],
             # What backward does without need not wait for it.
             reshard_after_forward=reshard if unit.backward_needs_weights else True,
         )
+
+
+def _expert_placement(num_ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """The dim along which ranks that hold the same experts shard them; None: by expert."""
+    rows, columns = local_part(parameter).shape[:2]
+    # Fewer experts than ranks would leave ranks without any, which are filled up to send as much as the others.
+    return Shard(1) if rows % num_ranks and not columns % num_ranks else None
 
 
 def _precision_policy(precision: Precision) -> MixedPrecisionPolicy:

@@ -121,14 +121,7 @@ def sequence_multiple(config: ParallelConfig) -> int:
 
 
 def check_built(config: ParallelConfig) -> None:
-    """Refuses what the config can say but no code does yet.
-
-    Raises:
-        ValueError: If an axis is not built yet.
-    """
-    asked = [f"{axis}={getattr(config, axis)}" for axis in ("ep",) if getattr(config, axis) > 1]
-    if asked:
-        raise ValueError(f"not built yet: {', '.join(asked)}; today pp, dp_replicate, dp_shard, cp and tp work")
+    """Refuses what the config can say but no code does yet."""
 
 
 def _check_divides(axis: str, degree: int, name: str, count: int, shape: ModelShape) -> None:
@@ -165,6 +158,13 @@ def _check_reshard_group(config: ParallelConfig) -> None:
 
 
 def _check_experts(config: ParallelConfig, shape: ModelShape) -> None:
+    for name in ("expert_width", "shared_expert_width"):
+        width = getattr(shape, name)
+        if shape.num_experts and width and width % config.tp:
+            raise ValueError(
+                f"tp={config.tp} splits each expert and must divide {name}={width}; legal here: "
+                f"{[n for n in range(1, config.tp) if width % n == 0]}"
+            )
     if config.ep == 1:
         return
     if shape.num_experts == 0:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.config import ParallelConfig
-from parallel.layout import check_built, resolve
+from parallel.layout import resolve
 from parallel.traits import TRAITS
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -28,7 +28,7 @@ VIEWS = {
 """The axes that each view spans."""
 
 EXPERT_VIEWS = ("expert_fsdp", "ep")
-"""What `fsdp` is carved into: neighbours along it share the experts (`ep`), and each expert is sharded over the rest."""
+"""What `fsdp` is carved into: neighbours along it share the experts (`ep`), each of which is sharded over the rest."""
 
 PARAMETER_VIEWS = ("pp", "dp_replicate", "fsdp", "tp")
 """Dims of the DeviceMesh on which parameters live; together they span every axis."""
@@ -59,7 +59,10 @@ class Mesh:
         self._rank = dist.get_rank()
         self._ranks = torch.arange(dist.get_world_size()).view([getattr(config, axis) for axis in AXES])
         # Once: counters ask for each collective, where a search among thousands of ranks would take most of the time.
-        self._own = {view: next(group for group in self.all_groups(view) if self._rank in group) for view in VIEWS}
+        self._own = {
+            view: next(group for group in self.all_groups(view) if self._rank in group)
+            for view in (*VIEWS, *EXPERT_VIEWS)
+        }
         shape = [self.degree(view) for view in PARAMETER_VIEWS]
         self.parameters = DeviceMesh(device.type, self._ranks.view(shape), mesh_dim_names=PARAMETER_VIEWS)
         self.hybrid = self.parameters["dp_replicate", "fsdp"]
@@ -105,7 +108,9 @@ class Mesh:
         """The global ranks of every group of a view; together they hold each rank once."""
         ep = self.config.ep
         if view == "ep":
-            return [group[start : start + ep] for group in self.all_groups("fsdp") for start in range(0, len(group), ep)]
+            return [
+                group[start : start + ep] for group in self.all_groups("fsdp") for start in range(0, len(group), ep)
+            ]
         if view == "expert_fsdp":
             return [group[start::ep] for group in self.all_groups("fsdp") for start in range(ep)]
         along = [AXES.index(axis) for axis in _axes_of(view)]
@@ -139,7 +144,6 @@ class Mesh:
         group, _ = dist.new_subgroups_by_enumeration(self.all_groups(name))
         return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(name,))
 
-
     def _experts(self) -> DeviceMesh:
         names = tuple(name for view in PARAMETER_VIEWS for name in (EXPERT_VIEWS if view == "fsdp" else (view,)))
         shape = [self.degree(name) for name in names]
@@ -168,13 +172,12 @@ def build_mesh(config: ParallelConfig, device_type: str | None = None) -> Mesh:
         The mesh, the same on every rank.
 
     Raises:
-        ValueError: If the layout does not fit the world or is not built yet; raised before any group starts.
+        ValueError: If the layout does not fit the world; raised before any group starts.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     started = dist.is_initialized()
     world_size = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
     resolved = resolve(config, world_size)
-    check_built(resolved)
     device = torch.device(device_type)
     if device_type == "cuda":
         device = _own_gpu(world_size)

@@ -12,9 +12,10 @@ from parallel.config import ParallelConfig
 from parallel.context_parallel import apply_context_parallel, check_context_parallel
 from parallel.data_parallel import OneProcessManyDevices
 from parallel.ddp import Ddp
+from parallel.expert_parallel import apply_expert_parallel, check_expert_parallel
 from parallel.fsdp1 import Fsdp1
 from parallel.fsdp2 import FullyShard
-from parallel.layout import check_built, check_layout, resolve
+from parallel.layout import check_layout, resolve
 from parallel.mesh import Mesh
 from parallel.none import OneProcess
 from parallel.plan import ParallelPlan
@@ -73,27 +74,29 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
             tie(model, part.tied)
         if resolved.cp_method is not None:
             apply_context_parallel(model, mesh["cp"], part, resolved.cp_method)
+        if resolved.ep > 1:
+            apply_expert_parallel(model, mesh, part)
         _apply_to_blocks(model, resolved, part)
         return Trained(model, mesh, resolved, plan, backend)
 
 
 def _check(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan, backend: Backend) -> None:
     """Refuses what does not fit together; what needs other ranks comes last."""
-    check_built(config)
     if config != mesh.config:
         raise ValueError(f"the mesh was built for {mesh.config}, not for {config}; call build_mesh with this config")
     check_layout(config, plan.shape)
     plan.check(model)
     backend.check(mesh, config, plan)
     check_context_parallel(config, plan, mesh.device)
+    check_expert_parallel(config, plan)
     _check_blocks(model, mesh, config, plan)
     if config.pp > 1:
         check_cut(model, plan)
+        check_trainable(model, plan, config)
     if config.tp > 1 and config.sequence_parallel:
         check_styles(model, plan.tensor_parallel)
     _check_values(model, mesh)
 
-        check_trainable(model, plan, config)
 
 def _own_part(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> ParallelPlan:
     """Drops the stages of other ranks; returns the plan of what is left."""

@@ -113,6 +113,10 @@ class ParallelPlan:
         tied: Groups of parameter fqns that are one parameter; the first is the canonical name.
         attention_cores: Modules in which the tokens of a sequence meet, by fqn pattern, which context parallel
             replaces; they are called as its `AttentionCore` says.
+        experts: Modules whose parameters have experts along their first dim, by fqn pattern; expert parallel gives each
+            rank some of them.
+        dispatches: Modules that bring tokens to experts, which expert parallel replaces; they are called as its
+            `Dispatch` says.
         row_sums: Modules that context parallel replaces too: given sums over a row's tokens, which have no gradient,
             they return those over the whole row.
     """
@@ -125,6 +129,8 @@ class ParallelPlan:
     last: tuple[Block, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     attention_cores: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    dispatches: tuple[str, ...] = ()
     row_sums: tuple[str, ...] = ()
 
     def check(self, model: nn.Module) -> None:
@@ -143,7 +149,7 @@ class ParallelPlan:
                 )
             if not matching(pattern, modules):
                 raise ValueError(f"tensor-parallel key {pattern!r} matches no module of {type(model).__name__}")
-        for pattern in self.attention_cores + self.row_sums:
+        for pattern in self.attention_cores + self.experts + self.dispatches + self.row_sums:
             if not matching(pattern, modules):
                 raise ValueError(f"the plan's {pattern!r} matches no module of {type(model).__name__}")
         in_units = [fqn for unit in self.units for fqn in unit.modules]

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from parallel.expert_styles import ExpertLayer, PartialLinear, SplitExperts, WholeRouter
 from parallel.plan import TensorParallelStyle, matching
 
 
@@ -77,7 +78,6 @@ class VocabularyParallelHead(ParallelStyle):
         return module
 
 
-def apply_tensor_parallel(
 class WeightOnly(ParallelStyle):
     """Lays a module's own parameters out; the module around it sees to inputs and outputs.
 
@@ -96,6 +96,7 @@ class WeightOnly(ParallelStyle):
         return module
 
 
+def apply_tensor_parallel(
     model: nn.Module,
     mesh: DeviceMesh,
     styles: Mapping[str, TensorParallelStyle],
@@ -127,7 +128,6 @@ class WeightOnly(ParallelStyle):
         # gradient is known to be a partial sum.
         "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
         "head": lambda: VocabularyParallelHead(residual, loss_parallel),
-    }
         "expert_layer": lambda: ExpertLayer(residual),
         "router": WholeRouter,
         "experts": SplitExperts,
@@ -136,6 +136,7 @@ class WeightOnly(ParallelStyle):
         "weight_replicate": lambda: WeightOnly(None),
         "weight_colwise": lambda: WeightOnly(0),
         "weight_rowwise": lambda: WeightOnly(1),
+    }
     modules = dict(model.named_modules())
     frozen = [fqn for fqn, parameter in model.named_parameters() if not parameter.requires_grad]
     for pattern, style in styles.items():
@@ -151,7 +152,6 @@ class WeightOnly(ParallelStyle):
         model.get_parameter(fqn).requires_grad_(False)
 
 
-def check_styles(model: nn.Module, styles: Mapping[str, TensorParallelStyle]) -> None:
 def _parallelize(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
     """Applies a style to a module alone: torch's for linear maps would split what lies within one in the same way."""
     within = dict(module.named_children()) if isinstance(module, nn.Linear) else {}
@@ -162,6 +162,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> N
         setattr(module, name, child)
 
 
+def check_styles(model: nn.Module, styles: Mapping[str, TensorParallelStyle]) -> None:
     """Refuses modules without a style where ranks see different parts of the sequence.
 
     Such a module would compute, but its gradients would be those of the rank's own tokens, and nothing would add them.

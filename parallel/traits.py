@@ -38,12 +38,12 @@ _ROW_SHARDS = "data_parallel='fsdp2' with strategy='shard_grad_op', which shards
 TRAITS: Mapping[str, Traits] = {
     "none": Traits(one_process=True),
     "dp": Traits(one_process=True, gathers_centrally=True),
-    "ddp": Traits(has_buckets=True, sums_each_micro_batch=False),
+    "ddp": Traits(has_buckets=True, sums_each_micro_batch=False, refused_axes={"ep": "data_parallel='fsdp2'"}),
     "zero1": Traits(
         has_buckets=True,
         sums_each_micro_batch=False,
         splits_optimizer_rows=True,
-        refused_axes=dict.fromkeys(("pp", "tp"), _ROW_SHARDS),
+        refused_axes=dict.fromkeys(("pp", "tp", "ep"), _ROW_SHARDS),
     ),
     "fsdp1": Traits(
         shards=True,

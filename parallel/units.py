@@ -1,11 +1,12 @@
 """Chooses the modules whose parameters travel in one all-gather."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from parallel.config import Sharding
-from parallel.plan import ParallelPlan, Unit
+from parallel.plan import ParallelPlan, Unit, matching
 
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -23,6 +24,27 @@ def choose_units(model: nn.Module, plan: ParallelPlan, sharding: Sharding) -> tu
     if sharding.units == "size":
         return units_by_size(model, sharding.unit_min_parameters, tied=plan.tied)
     return plan.units
+
+
+def with_expert_units(model: nn.Module, plan: ParallelPlan, units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """The units where ep splits experts: these become units of their own, which other ranks share than the rest.
+
+    Args:
+        model: The whole model.
+        plan: Names the modules that hold experts.
+        units: Units without regard to ep.
+    """
+    modules = dict(model.named_modules())
+    experts = [fqn for pattern in plan.experts for fqn in matching(pattern, modules)]
+    chosen: list[Unit] = []
+    for unit in units:
+        inside = [fqn for fqn in experts if any(f"{fqn}.".startswith(f"{each}.") for each in unit.modules)]
+        rest = tuple(fqn for fqn in unit.modules if fqn not in inside)
+        # Before the unit around them, which fully_shard gives what is left.
+        chosen += [Unit(modules=(fqn,), view="expert_fsdp") for fqn in inside]
+        chosen += [replace(unit, modules=rest)] if rest else []
+        experts = [fqn for fqn in experts if fqn not in inside]
+    return (*chosen, *(Unit(modules=(fqn,), view="expert_fsdp") for fqn in experts))
 
 
 def kept_unit(units: Sequence[Unit], sharding: Sharding) -> Unit | None:

@@ -1,7 +1,6 @@
 """The experts of one layer, and how tokens get to them and back."""
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.layers.feed_forward import swiglu
+from parallel.reorder import Reorder, inverse_of
 
 # T tokens, K experts of a token, R = T * K rows, E experts, D model, H width of an expert
 
@@ -18,7 +18,7 @@ class Experts(nn.Module):
 
     Attributes:
         num_experts: Experts of the layer, on all ranks.
-        gate_proj: [E, D, H].
+        gate_proj: [E, D, H]; under expert parallel those of this rank.
         up_proj: [E, D, H].
         down_proj: [E, H, D].
 
@@ -66,28 +66,12 @@ class LocalDispatch(nn.Module):
         chosen_R = experts_TK.flatten()
         # Stable, so that the order of a token's rows does not depend on what else is in the batch.
         order_R = chosen_R.argsort(stable=True)
-        inverse_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+        inverse_R = inverse_of(order_R)
         counts_E = chosen_R.new_zeros(experts.num_experts).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
         rows_RD = Reorder.apply(x_TD.repeat_interleave(experts_TK.shape[1], dim=0), order_R, inverse_R)
         out_RD = Reorder.apply(experts(rows_RD, counts_E), inverse_R, order_R)
         out_T1D = weights_TK.unsqueeze(1) @ out_RD.unflatten(0, experts_TK.shape)
         return out_T1D.squeeze(1)
-
-
-class Reorder(torch.autograd.Function):
-    """Rows in another order; autograd would add up the gradients of rows, which here come once each."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-        """Row i of the result is row `order_R[i]` of `x_RD`; `inverse_R` leads back."""
-        ctx.save_for_backward(inverse_R)
-        return x_RD.index_select(0, order_R)
-
-    @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient's rows in the first order."""
-        (inverse_R,) = ctx.saved_tensors
-        return grad_RD.index_select(0, inverse_R), None, None
 
 
 def grouped_matmul(x_RI: Tensor, weight_EIO: Tensor, counts_E: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from parallel import Buckets, ModelShape, ParallelConfig, Precision, Sharding
-from parallel.layout import check_built, check_layout, check_sequence_length, resolve
+from parallel.layout import check_layout, check_sequence_length, resolve
 from tests.parallel.layout_rows import DENSE, SEQUENCE_LENGTH, config_of, name_of, rows, shape_of
 
 # What the message of each refusal must name.
@@ -57,18 +57,6 @@ def test_an_illegal_layout_is_refused_for_the_reason_given(row: dict[str, str]) 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"ep": 2}, "not built yet: ep=2"),
-        ({"pp": 2, "schedule": "1f1b", "ep": 2}, "not built yet: ep=2"),
-    ],
-)
-def test_what_no_code_does_yet_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_built(ParallelConfig(**fields))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
         ({"tp": 2.0}, "tp=2.0 must be an integer"),
         ({"tp": True}, "tp=True must be an integer"),
         ({"compile": "yes"}, "compile='yes' must be true or false"),
@@ -102,7 +90,11 @@ def test_what_no_code_does_yet_is_refused_by_name(fields: dict[str, Any], messag
             {"sharding": Sharding(limit_all_gathers=False)},
             "sharding.limit_all_gathers=False has no meaning for fsdp2; leave it out, or use data_parallel='fsdp1'",
         ),
-        ({"data_parallel": "fsdp1", "ep": 2}, "fsdp1 does not compose with ep=2; use data_parallel='fsdp2'"),
+        *(
+            ({"data_parallel": backend, "ep": 2}, f"{backend} does not compose with ep=2; use data_parallel='fsdp2'")
+            for backend in ("ddp", "zero1", "fsdp1")
+        ),
+        ({"strategy": "no_shard", "ep": 2}, "strategy='no_shard' keeps every parameter whole; use 'full_shard' or"),
     ],
 )
 def test_a_field_of_the_wrong_kind_is_refused(fields: dict[str, Any], message: str) -> None:
