@@ -26,6 +26,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 8}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 4}),
+    "mixtral": ("Mixtral", {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 12,
+            "head_dim": 4,
+            "mlp_only_layers": [0],
+        },
+    ),
 }
 """By name: the class, and fields that make it what it is. 6 query heads to 2 of keys: nothing that hides a mix-up."""
 

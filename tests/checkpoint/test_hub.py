@@ -103,7 +103,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe"])
 def test_any_layout_imports_its_slices_alone_and_exports_the_same_bytes_into_many_files(
     layout: str, name: str, tmp_path: Path
 ) -> None:
