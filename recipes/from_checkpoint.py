@@ -4,11 +4,13 @@ import os
 from dataclasses import replace
 
 from checkpoint import TrainState, latest, load, read_manifest
+from checkpoint.canonical import MODEL_PREFIX
 from checkpoint.hub.folder import is_hub_folder
 from checkpoint.hub.load import load_hub
 from checkpoint.manifest import MANIFEST_NAME
 from parallel import ParallelConfig, Trained, build_mesh
 from parallel.materialize import allocate
+from recipes.adapters import PartOf, adapters_of, base_of, base_path, holds
 from recipes.data import check_vocabulary
 from recipes.hub import hub_names, recipe_of_hub
 from recipes.model import build_model
@@ -75,6 +77,8 @@ def load_model(path: str, recipe: Recipe, layout: ParallelConfig) -> Trained:
         ValueError: If the layout does not fit, or the checkpoint cannot be read.
     """
     recipe = replace(recipe, parallel=layout)
+    if recipe.lora.rank and not _holds(find_checkpoint(path))[1]:
+        raise ValueError(f"{path} has no adapters, but the recipe asks for lora.rank={recipe.lora.rank}; set it to 0")
     trained = build_model(recipe, build_mesh(layout))
     # All of them are loaded, or none is used.
     allocate(trained, clear=False)
@@ -84,6 +88,8 @@ def load_model(path: str, recipe: Recipe, layout: ParallelConfig) -> Trained:
 
 def load_weights(path: str, trained: Trained, recipe: Recipe) -> None:
     """Fills the parameters from a checkpoint, and nothing else; every rank of the job calls this.
+
+    Of adapters those are filled that the checkpoint has; where it has nothing else, the base comes from where it says.
 
     Args:
         path: One checkpoint, or a folder that `find_checkpoint` takes.
@@ -95,11 +101,46 @@ def load_weights(path: str, trained: Trained, recipe: Recipe) -> None:
     """
     found = find_checkpoint(path)
     refuse_other_model(found, recipe)
+    has_base, has_adapters = _holds(found)
+    if recipe.lora.rank and not (has_base and has_adapters):
+        load_base(base_path(found), trained, recipe)
+        if has_adapters:
+            _load_parameters(found, adapters_of(trained), recipe)
+        return
+    _load_parameters(found, trained, recipe)
+
+
+def load_base(path: str, trained: Trained, recipe: Recipe) -> None:
+    """Fills all parameters but those of adapters; every rank of the job calls this.
+
+    Args:
+        path: One checkpoint, or a Hugging Face folder; it may have adapters too.
+        trained: What to fill; its parameters have memory.
+        recipe: Its recipe.
+
+    Raises:
+        ValueError: If it is another model, or the checkpoint cannot be read.
+    """
+    _load_parameters(path, base_of(trained), recipe)
+
+
+def _holds(found: str) -> tuple[bool, bool]:
+    """Whether a checkpoint or folder has parameters of a base, and whether it has some of adapters."""
+    return (True, False) if is_hub_folder(found) else holds(read_manifest(found))
+
+
+def _load_parameters(found: str, trained: Trained | PartOf, recipe: Recipe) -> None:
+    """Fills a model, or a part of it, from a checkpoint or a Hugging Face folder that must fit it."""
     if is_hub_folder(found):
         load_hub(found, trained, hub_names(recipe.model), cast=True)
         return
+    keys = None
+    if isinstance(trained, PartOf):
+        # A base may have been saved with adapters that were trained on it.
+        names = [f"{MODEL_PREFIX}{fqn}" for fqn in trained.named_parameters()]
+        keys = dict(zip(names, names, strict=True))
     try:
-        load(found, TrainState(trained=trained), parts=("model",))
+        load(found, TrainState(trained=trained), parts=("model",), keys=keys)
     except ValueError as error:
         raise in_one_line(error, found, recipe, "; give a checkpoint of this model, or change the recipe's") from error
 
@@ -118,9 +159,12 @@ def refuse_other_model(path: str | os.PathLike[str], recipe: Recipe) -> None:
     saved, now = of.get("model"), recipe.to_json()["model"]
     if saved is None:
         return
+    adapters = of.get("lora", {}) if of.get("lora", {}).get("rank") and recipe.lora.rank else {}
     # What these say is of no consequence for what the model computes once there are values.
     same = {name: now[name] for name in ("init_std", "max_sequence_length", "balance_loss") if name in now}
     changes = changed_fields({**saved, **same}, now, "model.")
+    if adapters:
+        changes += changed_fields(adapters, recipe.to_json()["lora"], "lora.")
     if changes:
         raise ValueError(
             f"{path} does not fit: the model is another one (saved -> now): {'; '.join(changes)}; name another "

@@ -1,24 +1,21 @@
-"""Hugging Face folders as models and recipes of ours, and checkpoints as Hugging Face folders."""
+"""Hugging Face folders as models, recipes and checkpoints of ours."""
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from checkpoint.hub.folder import read_hub_config
 from checkpoint.hub.load import HubNames
-from checkpoint.hub.save import DEFAULT_FILE_BYTES, convert_to_hub
 from checkpoint.manifest import Header
 from checkpoint.offline import Progress, write_checkpoint
-from checkpoint.sources import CheckpointSource, HubSource
+from checkpoint.sources import HubSource
 from models import registry
 from models.config import ModelConfig
 from models.registry import family_of, hub_format
 from recipes.data import DataConfig, TokenizerConfig
 from recipes.recipe import OutputConfig, Recipe, TrainingConfig
-from recipes.structure import from_json
 
 CONTEXT = 2048
 """Tokens of a sample of an imported model, if it takes as many."""
@@ -107,37 +104,6 @@ def import_hub(
     source, recipe = hub_source(path)
     header = Header(step=0, num_tokens=0, world_size=1, recipe=recipe.to_json())
     return write_checkpoint(folder, source, header, num_files=num_files, progress=progress)
-
-
-def export_hub(
-    checkpoint: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype | None = None,
-    max_file_bytes: int = DEFAULT_FILE_BYTES,
-    progress: Progress = lambda num_bytes: None,
-) -> Path:
-    """Makes a Hugging Face folder of a checkpoint, of which a few MiB are in memory at a time.
-
-    Args:
-        checkpoint: One checkpoint, which holds its recipe.
-        path: The new folder.
-        dtype: Type of the values; None: as the checkpoint has them.
-        max_file_bytes: Most bytes of values in one file, unless one tensor alone has more.
-        progress: Is told of bytes that were read.
-
-    Raises:
-        ValueError: If the checkpoint is damaged or holds no recipe, no class of `transformers` computes its model, or
-            there is something at that path.
-        OSError: If a file cannot be read or written.
-    """
-    source = CheckpointSource(checkpoint)
-    model = from_json(source.header.recipe).model
-    config: dict[str, Any] = hub_format(model).to_config(model)
-    names = hub_names(model)
-    return convert_to_hub(
-        path, source, config, names.places(None), dtype=dtype, max_file_bytes=max_file_bytes, progress=progress
-    )
 
 
 def _on_meta(config: ModelConfig) -> nn.Module:

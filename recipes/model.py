@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
+from models.layers.lora import add_adapters
 from models.registry import family_of
-from parallel import Mesh, Trained, parallelize
+from parallel import Mesh, ParallelPlan, Trained, parallelize
 from recipes.recipe import Recipe
 
 
@@ -15,7 +16,8 @@ def build_model(recipe: Recipe, mesh: Mesh) -> Trained:
         recipe: What to train and how to split it.
         mesh: The mesh of `recipe.parallel`.
     """
-    return parallelize(whole_model(recipe), mesh, recipe.parallel, family_of(recipe.model).plan(recipe.model))
+    model, plan = model_and_plan(recipe)
+    return parallelize(model, mesh, recipe.parallel, plan)
 
 
 def whole_model(recipe: Recipe) -> nn.Module:
@@ -24,5 +26,20 @@ def whole_model(recipe: Recipe) -> nn.Module:
     Args:
         recipe: What to train.
     """
+    return model_and_plan(recipe)[0]
+
+
+def model_and_plan(recipe: Recipe) -> tuple[nn.Module, ParallelPlan]:
+    """The recipe's model on meta, with its adapters if any, and what it declares.
+
+    Args:
+        recipe: What to train.
+
+    Raises:
+        ValueError: If an adapter has nothing to be added to.
+    """
+    family = family_of(recipe.model)
     with torch.device("meta"):
-        return family_of(recipe.model).build(recipe.model).to(getattr(torch, recipe.training.stored_dtype))
+        model = family.build(recipe.model).to(getattr(torch, recipe.training.stored_dtype))
+    plan = family.plan(recipe.model)
+    return model, add_adapters(model, plan, recipe.lora) if recipe.lora.rank else plan

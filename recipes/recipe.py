@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from checkpoint import Retention
 from models.config import ModelConfig
+from models.layers.lora import LoraConfig
 from models.registry import family_of
 from parallel import ParallelConfig
 from parallel.layout import check_built, check_layout, check_sequence_length, resolve
@@ -96,6 +97,8 @@ class OutputConfig:
         keep: Newest checkpoints that are kept, beside those that hold a file named `protected`; 0 keeps all.
         keep_every: Checkpoints of steps that are multiples of this are kept too; 0: of none.
         log_every: Optimizer steps between lines on the console.
+        adapters_only: Save of the model its adapters alone; their base stays where `training.init_from` found it, and
+            checkpoints say where that is.
     """
 
     folder: str
@@ -105,6 +108,7 @@ class OutputConfig:
     keep: int = 2
     keep_every: int = 0
     log_every: int = 10
+    adapters_only: bool = False
 
     def __post_init__(self) -> None:
         """Checks the ranges.
@@ -143,6 +147,7 @@ class Recipe:
     Attributes:
         name: Name of the recipe.
         model: Shape of the model.
+        lora: Adapters that are trained in place of the model.
         parallel: How it is split over ranks.
         data: Text, and how it is cut and ordered.
         optimizer: AdamW.
@@ -154,6 +159,7 @@ class Recipe:
 
     name: str
     model: ModelConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -192,7 +198,15 @@ class Recipe:
         check_layout(resolved, self.model.shape)
         check_sequence_length(resolved, self.data.sequence_length, self.model.shape)
         check_built(resolved)
+        self._check_adapters_only()
         check_schedule(self.schedule, self.training.steps)
+
+    def _check_adapters_only(self) -> None:
+        if self.output.adapters_only and not (self.lora.rank and self.training.init_from):
+            raise ValueError(
+                f"output.adapters_only=True needs adapters and a base that is kept elsewhere; lora.rank is "
+                f"{self.lora.rank} and training.init_from is {self.training.init_from}: set both, or save all"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as JSON can hold it; the model's config with the name of its family."""

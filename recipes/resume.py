@@ -1,5 +1,6 @@
 """Where a run starts from: its own newest checkpoint, the weights of another run, or nothing."""
 
+import os
 import time
 import warnings
 from dataclasses import dataclass
@@ -11,8 +12,11 @@ from torch.optim import Optimizer
 from checkpoint import TrainState, latest, load
 from checkpoint.ranks import Ranks
 from checkpoint.steps import STEP_NAME, step_name
-from parallel import Trained
-from recipes.from_checkpoint import find_checkpoint, in_one_line, load_weights, refuse_other_model
+from models.layers.lora import is_of_adapter
+from parallel import Trained, materialize
+from parallel.materialize import allocate
+from recipes.adapters import AdapterBase, adapters_of_state, base_path
+from recipes.from_checkpoint import find_checkpoint, in_one_line, load_base, load_weights, refuse_other_model
 from recipes.recipe import Recipe, changed_fields
 
 
@@ -23,10 +27,12 @@ class Start:
     Attributes:
         own: Its own newest checkpoint.
         weights: The checkpoint whose weights it takes, if it has none of its own.
+        base: What its adapters are trained on, where its checkpoints hold nothing else; None: they hold all.
     """
 
     own: Path | None
     weights: str | None
+    base: AdapterBase | None = None
 
     @classmethod
     def find(cls, recipe: Recipe, ranks: Ranks) -> "Start":
@@ -59,12 +65,31 @@ class Start:
 
         own = ranks.on_coordinator(f"use {recipe.output.checkpoints}", newest)
         named = recipe.training.init_from
-        return cls(own=own, weights=None if own is not None or named is None else origin(named))
+        weights = None if own is not None or named is None else origin(named)
+        if not recipe.output.adapters_only:
+            return cls(own=own, weights=weights)
 
-    @property
-    def is_fresh(self) -> bool:
-        """Whether parameters need initial values."""
-        return self.own is None and self.weights is None
+        def base() -> AdapterBase:
+            elsewhere = (
+                find_checkpoint(named) if own is not None and named is not None and os.path.isdir(named) else None
+            )
+            return AdapterBase.at(base_path(str(own or weights), elsewhere))
+
+        return cls(own=own, weights=weights, base=ranks.on_coordinator("find the base of the adapters", base))
+
+    def initialize(self, trained: Trained, recipe: Recipe) -> None:
+        """Gives parameters memory, and initial values where no checkpoint brings any.
+
+        Args:
+            trained: The run's model.
+            recipe: The run's recipe.
+        """
+        if self.own is None and self.weights is None:
+            materialize(trained, seed=recipe.training.seed)
+        elif recipe.lora.rank:
+            materialize(trained, seed=recipe.training.seed, draws=is_of_adapter)
+        else:
+            allocate(trained)
 
     def load(self, state: TrainState, recipe: Recipe) -> float | None:
         """Fills a state; every rank calls this together.
@@ -85,13 +110,17 @@ class Start:
         if self.own is None:
             return None
         refuse_other_model(self.own, recipe)
+        if self.base is not None:
+            load_base(self.base.path, cast(Trained, state.trained), recipe)
         optimizer = cast(Optimizer, state.optimizer)
         wanted = [_hyperparameters(group) for group in optimizer.param_groups]
+        filled = state if self.base is None else adapters_of_state(state)
         try:
             # The folder, so that an older checkpoint serves where the newest is damaged.
-            load(recipe.output.checkpoints, state)
+            load(recipe.output.checkpoints, filled)
         except ValueError as error:
             raise in_one_line(error, self.own, recipe, "; name another output.folder for it") from error
+        state.step, state.num_tokens = filled.step, filled.num_tokens
         for group, values in zip(optimizer.param_groups, wanted, strict=True):
             changes = changed_fields(_hyperparameters(group), values, f"{group['name']}.")
             if changes:

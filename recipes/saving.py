@@ -9,6 +9,7 @@ from typing import Self
 
 from checkpoint import BackgroundSaver, TrainState, save
 from checkpoint.ranks import Ranks
+from recipes.adapters import adapters_of_state
 from recipes.folder_lock import FolderLock
 from recipes.recipe import OutputConfig
 from recipes.run_log import RunLog
@@ -62,6 +63,8 @@ class Saving:
         """
         self.collect()
         start_s = time.perf_counter()
+        if self._output.adapters_only:
+            state = adapters_of_state(state)
         self._ranks.on_coordinator(f"save step {state.step}", self._lock.check)
         with self._failing(last):
             if self._background is not None:

@@ -6,8 +6,9 @@ from functools import partial
 
 from checkpoint import TrainState
 from checkpoint.ranks import Ranks
-from parallel import Mesh, build_mesh, materialize
-from parallel.materialize import allocate
+from checkpoint.state import Stateful
+from parallel import Mesh, build_mesh
+from recipes.adapters import BASE
 from recipes.command import parse_train
 from recipes.data import DataStream, TextData, load_dataset
 from recipes.folder_lock import FolderLock
@@ -62,16 +63,16 @@ def _train(recipe: Recipe, mesh: Mesh, ranks: Ranks, lock: FolderLock, changes: 
     text = ranks.together("read the text", lambda: load_dataset(recipe.data))
     _require_equal(ranks, recipe, text)
     stream = _stream(recipe, text, mesh)
-    if start.is_fresh:
-        materialize(trained, seed=recipe.training.seed)
-    else:
-        allocate(trained)
+    start.initialize(trained, recipe)
     optimizer = trained.build_optimizer(adamw_factory(recipe.optimizer.at_batch(recipe.training.global_batch)))
     schedule = Schedule(optimizer, recipe.schedule, recipe.training.steps)
+    stateful: dict[str, Stateful] = {"schedule": schedule, "data": stream}
+    if start.base is not None:
+        stateful[BASE] = start.base
     state = TrainState(
         trained=trained,
         optimizer=optimizer,
-        stateful={"schedule": schedule, "data": stream},
+        stateful=stateful,
         recipe=recipe.to_json(),
     )
     load_s = start.load(state, recipe)
@@ -134,6 +135,8 @@ def _require_equal(ranks: Ranks, recipe: Recipe, text: TextData) -> None:
 
 
 def _utilization(recipe: Recipe, mesh: Mesh) -> Utilization | None:
+    if recipe.lora.rank:
+        return None  # no gradients of frozen weights are computed, which the count of operations would take for work
     return find_utilization(
         recipe.metrics,
         recipe.model.shape,

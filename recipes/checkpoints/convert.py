@@ -13,8 +13,9 @@ from checkpoint.manifest import Header
 from checkpoint.offline import Source, file_count, total_bytes, write_checkpoint
 from checkpoint.sources import CheckpointSource, OtherRanksSource
 from recipes.checkpoints.report import Report, progress
+from recipes.export import export_hub, model_source
 from recipes.from_checkpoint import find_checkpoint
-from recipes.hub import export_hub, hub_source
+from recipes.hub import hub_source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class ImportHf:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportHf:
-    """Makes a folder that `transformers` loads of a checkpoint.
+    """Makes a folder that `transformers` loads of a checkpoint; adapters are merged into what they adapt.
 
     Attributes:
         checkpoint: A checkpoint, or a folder of them or of a run, of which the newest is taken.
@@ -96,7 +97,7 @@ class ExportHf:
         """Reads and writes all of the model."""
         found = find_checkpoint(self.checkpoint)
         dtype = None if self.dtype is None else getattr(torch, self.dtype)
-        model = sum(each.nbytes for each in _parameters(CheckpointSource(found)))
+        model = sum(each.nbytes for each in _parameters(model_source(found)))
         with progress("export", model) as advance:
             path = export_hub(found, self.folder, dtype=dtype, max_file_bytes=self.max_file_bytes, progress=advance)
         files = sorted(each.name for each in path.iterdir())
