@@ -21,6 +21,7 @@ from parallel.config import ContextParallelMethod, ParallelConfig
 from parallel.plan import ParallelPlan, matching
 from parallel.ring_attention import RingCore
 from parallel.sequence_cut import SequenceCut
+from parallel.whole_rows import OfWholeRows, RowSums
 
 # B batch, S this rank's tokens, T tokens of whole sequences, H query heads, G key-value heads, K head_dim
 
@@ -143,28 +144,6 @@ class UlyssesCore(nn.Module):
         return received
 
 
-class RowSums(nn.Module):
-    """Completes the sums over a row of which each rank has those of its own tokens.
-
-    Args:
-        group: The ranks that share a sequence.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.group = group
-
-    def forward(self, sums: Tensor) -> Tensor:
-        """The sums over whole rows.
-
-        Args:
-            sums: Those over this rank's tokens, without a gradient.
-        """
-        whole = sums.clone()
-        dist.all_reduce(whole, group=self.group)
-        return whole
-
-
 def sent_kv_heads(num_kv_heads: int, degree: int) -> int:
     """Key-value heads that ulysses sends: repeated where they are too few for every rank to get as many.
 
@@ -204,7 +183,7 @@ def check_context_parallel(config: ParallelConfig, plan: ParallelPlan, device: t
 def apply_context_parallel(
     model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, method: ContextParallelMethod
 ) -> None:
-    """Replaces a model's attention cores, and its sums over rows, by ones that see whole sequences.
+    """Replaces a model's attention cores, and what looks at whole rows, by modules that see whole sequences.
 
     Args:
         model: The whole model, already split by tensor parallelism where that is in use.
@@ -224,3 +203,5 @@ def apply_context_parallel(
         model.set_submodule(fqn, cores[method])
     for fqn in (fqn for pattern in plan.row_sums for fqn in matching(pattern, modules)):
         model.set_submodule(fqn, RowSums(group))
+    for fqn in (fqn for pattern in plan.of_whole_rows for fqn in matching(pattern, modules)):
+        model.set_submodule(fqn, OfWholeRows(modules[fqn], group, cut))

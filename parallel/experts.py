@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.plan import ModelShape
 from parallel.replicas import local_part, own_part
 
 if TYPE_CHECKING:
@@ -59,6 +60,17 @@ def sum_load(trained: "Trained") -> tuple[tuple[int, ...], ...] | None:
     if trained.mesh.degree("pp") > 1:
         load = _of_all_stages(trained, load)
     return tuple(tuple(layer) for layer in load.tolist())
+
+
+def num_dropped(load: tuple[tuple[int, ...], ...], shape: ModelShape, num_valid_tokens: int) -> int:
+    """How often, over all layers, an expert that was picked for a valid token had no room for it.
+
+    Args:
+        load: Valid tokens that came to each expert, by layer.
+        shape: Says how many experts are picked for a token.
+        num_valid_tokens: Valid tokens of the global batch.
+    """
+    return len(load) * num_valid_tokens * shape.num_experts_per_token - sum(map(sum, load))
 
 
 def _of_all_stages(trained: "Trained", load_LE: Tensor) -> Tensor:

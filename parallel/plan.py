@@ -119,6 +119,8 @@ class ParallelPlan:
             `Dispatch` says.
         row_sums: Modules that context parallel replaces too: given sums over a row's tokens, which have no gradient,
             they return those over the whole row.
+        of_whole_rows: Modules that take something of each token of whole rows and give something of each, without a
+            gradient; context parallel brings them the other ranks' tokens.
     """
 
     shape: ModelShape
@@ -132,6 +134,7 @@ class ParallelPlan:
     experts: tuple[str, ...] = ()
     dispatches: tuple[str, ...] = ()
     row_sums: tuple[str, ...] = ()
+    of_whole_rows: tuple[str, ...] = ()
 
     def check(self, model: nn.Module) -> None:
         """Holds every name of the plan against the model.
@@ -149,7 +152,8 @@ class ParallelPlan:
                 )
             if not matching(pattern, modules):
                 raise ValueError(f"tensor-parallel key {pattern!r} matches no module of {type(model).__name__}")
-        for pattern in self.attention_cores + self.experts + self.dispatches + self.row_sums:
+        replaced = self.attention_cores + self.dispatches + self.row_sums + self.of_whole_rows
+        for pattern in self.experts + replaced:
             if not matching(pattern, modules):
                 raise ValueError(f"the plan's {pattern!r} matches no module of {type(model).__name__}")
         in_units = [fqn for unit in self.units for fqn in unit.modules]

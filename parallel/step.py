@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.batch import IGNORE_INDEX, Batch
-from parallel.experts import forget_load, sum_load
+from parallel.experts import forget_load, num_dropped, sum_load
+from parallel.loss_scale import unscale_or_skip
 from parallel.mesh import Mesh
 from parallel.replicas import differ_between_ranks, hash_bits
 
@@ -26,14 +27,17 @@ class StepResult:
     Attributes:
         loss_sum: Loss summed over the valid tokens of the global batch, in nats.
         num_valid_tokens: Tokens that entered it.
-        skipped: Whether there was none, so that no gradient exists.
+        skipped: Whether no gradient exists, because there was no such token, or because gradients of a float16 model
+            overflowed on some rank.
         expert_load: Valid tokens of the global batch that came to each expert, by layer; None for a dense model.
+        num_dropped: Of valid tokens how often, over all layers, an expert had no room for one; None for a dense model.
     """
 
     loss_sum: float
     num_valid_tokens: int
     skipped: bool = False
     expert_load: tuple[tuple[int, ...], ...] | None = None
+    num_dropped: int | None = None
 
     @property
     def loss(self) -> float:
@@ -56,7 +60,9 @@ def forward_backward(trained: "Trained", micro_batches: Sequence[Batch]) -> Step
         ]
     else:
         losses = _accumulate(trained, micro_batches, num_valid_tokens)
-    return replace(_total(trained, losses, num_valid_tokens), expert_load=sum_load(trained))
+    load = sum_load(trained)
+    dropped = None if load is None else num_dropped(load, trained.plan.shape, num_valid_tokens)
+    return replace(_total(trained, losses, num_valid_tokens), expert_load=load, num_dropped=dropped)
 
 
 def _accumulate(trained: "Trained", micro_batches: Sequence[Batch], num_valid_tokens: int) -> list[Tensor]:

@@ -56,4 +56,5 @@ def take_step(recipe: Recipe, state: TrainState, utilization: Utilization | None
         mfu=None if utilization is None else utilization.of(num_samples * recipe.data.sequence_length, step_time_s),
         skipped=skipped,
         expert_load=result.expert_load,
+        num_dropped=result.num_dropped,
     )

@@ -39,13 +39,13 @@ def count(experts_BSK: Tensor, valid_BS: Tensor, num_experts: int) -> Tensor:
     """Valid tokens that came to each expert, by row, int64 [B, E].
 
     Args:
-        experts_BSK: Experts of each token, int64 [B, S, K].
+        experts_BSK: Experts of each token, int64 [B, S, K]; negative where there is none.
         valid_BS: Which tokens count, bool [B, S].
         num_experts: E.
     """
     counts_BE = valid_BS.new_zeros(len(valid_BS), num_experts, dtype=torch.int64)
-    ones_BSK = valid_BS.unsqueeze(-1).expand_as(experts_BSK).to(torch.int64)
-    return counts_BE.scatter_add_(1, experts_BSK.flatten(1), ones_BSK.flatten(1))
+    ones_BSK = (valid_BS.unsqueeze(-1) & (experts_BSK >= 0)).to(torch.int64)
+    return counts_BE.scatter_add_(1, experts_BSK.clamp(min=0).flatten(1), ones_BSK.flatten(1))
 
 
 def balance_loss(shares_BSE: Tensor, counts_BE: Tensor, valid_BS: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ class MoeConfig(LlamaConfig):
         balance_loss: Weight of each layer's loss that punishes uneven load, see `models.moe.balance`; 0: there is none.
             Hugging Face's is that of one batch, of all layers at once and num_experts_per_token times as large, so that
             its `router_aux_loss_coef` x num_experts_per_token / layers with experts weighs as much.
+        capacity_factor: Room of an expert for the tokens of a row, over an even load; where there is a loss, what does
+            not fit passes without that expert, see `models.moe.capacity`. None: no token is dropped.
         balance_rate: What a step adds to or takes from the selection bias of each expert, by its load; 0: no bias.
     """
 
@@ -37,6 +39,7 @@ class MoeConfig(LlamaConfig):
     normalize_top_k: bool = True
     balance_loss: float = 0.0
     balance_rate: float = 0.0
+    capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
         """Checks counts and widths.
@@ -51,6 +54,8 @@ class MoeConfig(LlamaConfig):
         for name in ("shared_expert_width", "balance_loss", "balance_rate"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(f"capacity_factor={self.capacity_factor} must be positive, or None to drop no token")
         if self.num_experts_per_token > self.num_experts:
             raise ValueError(
                 f"num_experts_per_token={self.num_experts_per_token} is more than num_experts={self.num_experts}"

@@ -13,6 +13,10 @@ from parallel.reorder import Reorder, inverse_of
 # T tokens, K experts of a token, R = T * K rows, E experts, D model, H width of an expert
 
 
+NO_EXPERT = -1
+"""Stands in the place of an expert that had no room for a token."""
+
+
 class Experts(nn.Module):
     """Gated feed-forward layers, each for rows of its own.
 
@@ -52,10 +56,18 @@ class Experts(nn.Module):
 
 
 class LocalDispatch(nn.Module):
-    """Brings tokens to experts that all lie on this rank, and sums what they make of each token."""
+    """Brings tokens to experts that all lie on this rank, and sums what they make of each token.
+
+    Args:
+        drops: Whether tokens may have `NO_EXPERT`; to know how many the host then waits for the device.
+    """
+
+    def __init__(self, *, drops: bool = False) -> None:
+        super().__init__()
+        self.drops = drops
 
     def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: "Experts") -> Tensor:
-        """The weighted sum over each token's experts, [T, D]; no token is dropped.
+        """The weighted sum over each token's experts, [T, D].
 
         Args:
             x_TD: Tokens, [T, D].
@@ -67,10 +79,16 @@ class LocalDispatch(nn.Module):
         # Stable, so that the order of a token's rows does not depend on what else is in the batch.
         order_R = chosen_R.argsort(stable=True)
         inverse_R = inverse_of(order_R)
-        counts_E = chosen_R.new_zeros(experts.num_experts).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
+        taken_R = (chosen_R >= 0).to(torch.int64)
+        counts_E = chosen_R.new_zeros(experts.num_experts).scatter_add_(0, chosen_R.clamp(min=0), taken_R)
         rows_RD = Reorder.apply(x_TD.repeat_interleave(experts_TK.shape[1], dim=0), order_R, inverse_R)
-        out_RD = Reorder.apply(experts(rows_RD, counts_E), inverse_R, order_R)
-        out_T1D = weights_TK.unsqueeze(1) @ out_RD.unflatten(0, experts_TK.shape)
+        if self.drops:
+            # Rows without an expert come first in that order.
+            num_dropped = len(chosen_R) - int(counts_E.sum())
+            out_RD = F.pad(experts(rows_RD[num_dropped:], counts_E), (0, 0, num_dropped, 0))
+        else:
+            out_RD = experts(rows_RD, counts_E)
+        out_T1D = weights_TK.unsqueeze(1) @ Reorder.apply(out_RD, inverse_R, order_R).unflatten(0, experts_TK.shape)
         return out_T1D.squeeze(1)
 
 

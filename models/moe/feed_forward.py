@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from models.layers.feed_forward import FeedForward
 from models.moe.balance import Routing, WholeRows, balance_loss, count
+from models.moe.capacity import Capacity
 from models.moe.config import MoeConfig
-from models.moe.experts import Experts, LocalDispatch
+from models.moe.experts import NO_EXPERT, Experts, LocalDispatch
 
 # B batch, S sequence, D model, K experts of a token, E experts
 
@@ -66,6 +67,7 @@ class MoeFeedForward(nn.Module):
         router: Picks the experts.
         experts: All experts.
         dispatch: Brings tokens to experts and back; expert parallel replaces it.
+        capacity: Says which tokens experts have room for. None: all.
         whole_rows: Completes the counts of a row; context parallel replaces it.
         shared_expert: Sees every token. None: there is none.
 
@@ -78,7 +80,9 @@ class MoeFeedForward(nn.Module):
         self.with_loss = config.balance_loss > 0
         self.router = Router(config)
         self.experts = Experts(config.num_experts, config.width, config.expert_width)
-        self.dispatch: nn.Module = LocalDispatch()
+        factor = config.capacity_factor
+        self.capacity: nn.Module | None = None if factor is None else Capacity(factor, config.num_experts)
+        self.dispatch: nn.Module = LocalDispatch(drops=factor is not None)
         self.whole_rows: nn.Module = WholeRows()
         shared = FeedForward(config.width, config.shared_expert_width) if config.shared_expert_width else None
         self.shared_expert: FeedForward | None = shared
@@ -91,16 +95,21 @@ class MoeFeedForward(nn.Module):
             valid_BS: Which tokens enter the loss, bool [B, S]. None: there is no loss, and nothing is counted.
         """
         weights_BSK, experts_BSK, shares_BSE = self.router(x_BSD)
+        taken_BSK = experts_BSK
+        if self.capacity is not None and valid_BS is not None:
+            taken_BSK = experts_BSK.masked_fill(~self.capacity(experts_BSK), NO_EXPERT)
         weights_TK = weights_BSK.flatten(0, 1).to(x_BSD.dtype)
-        out_TD: Tensor = self.dispatch(x_BSD.flatten(0, 1), weights_TK, experts_BSK.flatten(0, 1), self.experts)
+        out_TD: Tensor = self.dispatch(x_BSD.flatten(0, 1), weights_TK, taken_BSK.flatten(0, 1), self.experts)
         out_BSD = out_TD.view_as(x_BSD)
         if self.shared_expert is not None:
             out_BSD = out_BSD + self.shared_expert(x_BSD)
         if valid_BS is None:
             return out_BSD, None
-        counts_BE = count(experts_BSK, valid_BS, shares_BSE.shape[-1])
+        num_experts = shares_BSE.shape[-1]
+        counts_BE = count(experts_BSK, valid_BS, num_experts)
         loss = balance_loss(shares_BSE, self.whole_rows(counts_BE), valid_BS) if self.with_loss else None
-        return out_BSD, Routing(load=counts_BE.sum(0), balance_loss=loss)
+        load_BE = counts_BE if taken_BSK is experts_BSK else count(taken_BSK, valid_BS, num_experts)
+        return out_BSD, Routing(load=load_BE.sum(0), balance_loss=loss)
 
 
 def _shares(scores: Tensor) -> Tensor:

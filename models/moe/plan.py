@@ -35,6 +35,7 @@ def moe_plan(config: MoeConfig) -> ParallelPlan:
         experts=(f"{within}.experts",),
         dispatches=(f"{within}.dispatch",),
         row_sums=(f"{within}.whole_rows",),
+        of_whole_rows=(f"{within}.capacity",) if config.capacity_factor else (),
     )
 
 

@@ -22,6 +22,7 @@ class StepMetrics:
         mfu: Share of what the devices could compute that went into the model; None where their peak is not known.
         skipped: Whether the step left the parameters as they were.
         expert_load: Valid tokens of the global batch that came to each expert, by layer; None for a dense model.
+        num_dropped: Of valid tokens how often, over all layers, an expert had no room for one; None for a dense model.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepMetrics:
     mfu: float | None = None
     skipped: bool = False
     expert_load: tuple[tuple[int, ...], ...] | None = None
+    num_dropped: int | None = None
 
     @property
     def expert_imbalance(self) -> float | None:
@@ -80,7 +82,7 @@ class StepMetrics:
             "peak_bytes": self.peak_bytes,
             **{f"learning_rate/{name}": rate for name, rate in self.learning_rates.items()},
         }
-        optional = {"mfu": self.mfu, "expert_imbalance": self.expert_imbalance}
+        optional = {"mfu": self.mfu, "expert_imbalance": self.expert_imbalance, "num_dropped": self.num_dropped}
         numbers |= {name: value for name, value in optional.items() if value is not None}
         return {f"train/{name}": value for name, value in numbers.items()}
 
