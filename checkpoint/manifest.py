@@ -4,11 +4,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 
 from checkpoint import strict_json
+from checkpoint.fields import Fields
 from checkpoint.layout import Axes, Layout
 from checkpoint.owners import StoredTensor
 from checkpoint.safetensors_header import CODES, MAX_DIMS, MAX_ELEMENTS
@@ -27,8 +28,6 @@ MAX_BYTES = 32 << 20
 """Size of a manifest, some hundred thousand tensors; parsing takes about 30 times its size of memory at worst."""
 MAX_RANKS = 1 << 20
 MAX_FILE_BYTES = 1 << 53
-
-T = TypeVar("T")
 
 _TAIL = re.compile(rb',\n"digest": "([0-9a-f]{32})"\n\}\n')
 _TAIL_BYTES = len(b',\n"digest": ""\n}\n') + 32
@@ -132,7 +131,7 @@ class Manifest:
             ValueError: If it is not a manifest of this format, is damaged, names a file outside its folder, or
                 describes tensors that cannot be.
         """
-        root = _Reader(_parse(text, where), where)
+        root = Fields(_parse(text, where), where)
         if root.get("format", str) != FORMAT:
             raise ValueError(f"{where} is not a {FORMAT}: its format is {root.get('format', str)!r}")
         if root.get("version", int) != VERSION:
@@ -144,7 +143,7 @@ class Manifest:
         header = _read_header(root.sub("header"))
         files = {name: _read_file(root.sub("files").sub(name), name, header) for name in root.get("files", dict)}
         meshes = [_read_mesh(item, where, header.world_size) for item in root.get("meshes", list)]
-        tensors = {name: _read_tensor(root.sub("tensors").sub(name), meshes) for name in root.get("tensors", dict)}
+        tensors = _read_tensors(root.sub("tensors"), meshes)
         described, held = sum(each.num_bytes for each in tensors.values()), sum(f.num_bytes for f in files.values())
         if described > held:
             raise ValueError(f"{where} describes tensors of {described} bytes, more than the {held} of all data files")
@@ -200,50 +199,7 @@ def _check_digest(text: bytes, where: str) -> None:
         raise ValueError(f"{where} does not have the digest that it ends with: bytes 0 to {len(body)} are damaged")
 
 
-class _Reader:
-    """Takes typed fields out of parsed JSON, naming the place of what is missing or of another type."""
-
-    def __init__(self, value: Json, where: str) -> None:
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} must be a JSON object")
-        self.value, self.where = value, where
-
-    def get(self, name: str, kind: type[T]) -> T:
-        value = self.value.get(name)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-            raise ValueError(f"{self.where}: {name!r} must be of type {kind.__name__}")
-        return value
-
-    def sub(self, name: str) -> "_Reader":
-        return _Reader(self.value.get(name), f"{self.where}: {name!r}")
-
-    def count(self, name: str) -> int:
-        return self._natural(self.get(name, int), name)
-
-    def counts(self, name: str) -> tuple[int, ...]:
-        return tuple(self._natural(item, name) for item in self.get(name, list))
-
-    def counts_by_name(self, name: str) -> Axes:
-        if name not in self.value:
-            return ()
-        return tuple((axis, self.sub(name).count(axis)) for axis in self.get(name, dict))
-
-    def pairs(self, name: str) -> Axes:
-        if name not in self.value:
-            return ()
-        pairs = self.get(name, list)
-        for pair in pairs:
-            if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], str):
-                raise ValueError(f"{self.where}: {name!r} must hold pairs of an axis and a dim, got {pair!r}")
-        return tuple((axis, self._natural(dim, name)) for axis, dim in pairs)
-
-    def _natural(self, value: Any, name: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
-            raise ValueError(f"{self.where}: {name!r} must hold integers from 0 that fit 63 bits, got {value!r}")
-        return value
-
-
-def _read_header(reader: _Reader) -> Header:
+def _read_header(reader: Fields) -> Header:
     optimizer, stateful = reader.value.get("optimizer"), reader.sub("stateful")
     world_size = reader.count("world_size")
     if not 1 <= world_size <= MAX_RANKS:
@@ -259,7 +215,7 @@ def _read_header(reader: _Reader) -> Header:
     )
 
 
-def _read_file(reader: _Reader, name: str, header: Header) -> StoredFile:
+def _read_file(reader: Fields, name: str, header: Header) -> StoredFile:
     match = FILE_NAME.fullmatch(name)
     if match is None or name != file_name(int(match[1])) or int(match[1]) >= header.world_size:
         raise ValueError(
@@ -273,7 +229,7 @@ def _read_file(reader: _Reader, name: str, header: Header) -> StoredFile:
 
 
 def _read_mesh(value: Json, where: str, world_size: int) -> Axes:
-    reader = _Reader({"mesh": value}, where)
+    reader = Fields({"mesh": value}, where)
     mesh = reader.counts_by_name("mesh")
     # One by one, because a product of thousands of factors takes its time.
     size = 1
@@ -286,18 +242,35 @@ def _read_mesh(value: Json, where: str, world_size: int) -> Axes:
     return mesh
 
 
-def _read_tensor(reader: _Reader, meshes: list[Axes]) -> StoredTensor:
-    dtype, shape, mesh = reader.get("dtype", str), reader.counts("shape"), reader.count("mesh")
+def _read_tensors(table: Fields, meshes: list[Axes]) -> dict[str, StoredTensor]:
+    # Most tensors share one of a few layouts, and are then as quick to use as to read.
+    layouts: dict[str, Layout] = {}
+    return {name: _read_tensor(table.sub(name), meshes, layouts) for name in table.value}
+
+
+def _read_tensor(reader: Fields, meshes: list[Axes], layouts: dict[str, Layout]) -> StoredTensor:
+    dtype, shape = reader.get("dtype", str), reader.counts("shape")
     if dtype not in DTYPES:
         raise ValueError(f"{reader.where} has dtype {dtype!r}; legal: {', '.join(DTYPES)}")
     if len(shape) > MAX_DIMS or prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
         raise ValueError(f"{reader.where} has shape {list(shape[:9])}, larger than any tensor")
+    written = repr([reader.value.get(name) for name in ("mesh", "splits", "at")])
+    if written not in layouts:
+        layouts[written] = _read_layout(reader, meshes)
+    layout = layouts[written]
+    if any(dim >= len(shape) for _, dim in layout.splits):
+        raise ValueError(f"{reader.where} of shape {list(shape)} is cut where it has no dim or rank: {layout}")
+    return StoredTensor(dtype=DTYPES[dtype], shape=shape, layout=layout)
+
+
+def _read_layout(reader: Fields, meshes: list[Axes]) -> Layout:
+    mesh = reader.count("mesh")
     if mesh >= len(meshes):
         raise ValueError(f"{reader.where} lies on mesh {mesh}, but there are {len(meshes)}")
     layout = Layout(mesh=meshes[mesh], splits=reader.pairs("splits"), at=reader.counts_by_name("at"))
     axes = [axis for axis, _ in (*layout.splits, *layout.at)]
     if len(set(axes)) < len(axes) or not set(axes) <= layout.sizes.keys():
         raise ValueError(f"{reader.where} is cut along {axes}; each axis of {list(layout.sizes)} can cut once")
-    if any(dim >= len(shape) for _, dim in layout.splits) or any(at >= layout.sizes[axis] for axis, at in layout.at):
-        raise ValueError(f"{reader.where} of shape {list(shape)} is cut where it has no dim or rank: {layout}")
-    return StoredTensor(dtype=DTYPES[dtype], shape=shape, layout=layout)
+    if any(at >= layout.sizes[axis] for axis, at in layout.at):
+        raise ValueError(f"{reader.where} is cut where it has no dim or rank: {layout}")
+    return layout

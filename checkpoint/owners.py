@@ -71,6 +71,7 @@ class Owners:
         """
         self.tensors = tensors
         self._group_of: dict[str, _Group] = {}
+        self._places: dict[tuple[Layout, tuple[int, ...], Box], list[tuple[int, Box]]] = {}
         members: dict[tuple[Axes, frozenset[str], Axes], list[str]] = defaultdict(list)
         for name, tensor in sorted(tensors.items()):
             layout = tensor.layout
@@ -95,19 +96,33 @@ class Owners:
         """The pieces that hold the values of a part of a tensor."""
         tensor, group = self.tensors[name], self._group_of[name]
         layout = tensor.layout
-        along = [
-            list(intervals(size, [layout.sizes[axis] for axis in layout.cuts.get(dim, ())], start, start + length))
-            for dim, (size, start, length) in enumerate(zip(tensor.shape, box.offsets, box.sizes, strict=True))
-        ]
-        for parts in product(*along):
-            held = Box(tuple(start for _, start, _ in parts), tuple(length for _, _, length in parts))
-            coordinates = {
-                axis: index
-                for dim, (indices, _, _) in enumerate(parts)
-                for axis, index in zip(layout.cuts.get(dim, ()), indices, strict=True)
-            }
-            for replica, part in group.stretches(name, held, coordinates, box):
-                yield Piece(name, layout.rank(coordinates, replica), part)
+        if group.num_replicas > 1:
+            for coordinates, held in _held(layout, tensor.shape, box):
+                for replica, part in group.stretches(name, held, coordinates, box):
+                    yield Piece(name, layout.rank(coordinates, replica), part)
+            return
+        # What nobody else holds lies alike for all tensors of a shape, and a model has few shapes.
+        key = layout, tensor.shape, box
+        if key not in self._places:
+            found = _held(layout, tensor.shape, box)
+            self._places[key] = [(layout.rank(coordinates, 0), held) for coordinates, held in found]
+        for rank, held in self._places[key]:
+            yield Piece(name, rank, held)
+
+
+def _held(layout: Layout, shape: tuple[int, ...], box: Box) -> Iterator[tuple[dict[str, int], Box]]:
+    """The parts of a tensor that overlap a box, each with the coordinates of the ranks that hold it."""
+    along = [
+        list(intervals(size, [layout.sizes[axis] for axis in layout.cuts.get(dim, ())], start, start + length))
+        for dim, (size, start, length) in enumerate(zip(shape, box.offsets, box.sizes, strict=True))
+    ]
+    for parts in product(*along):
+        coordinates = {
+            axis: index
+            for dim, (indices, _, _) in enumerate(parts)
+            for axis, index in zip(layout.cuts.get(dim, ()), indices, strict=True)
+        }
+        yield coordinates, Box(tuple(start for _, start, _ in parts), tuple(length for _, _, length in parts))
 
 
 class _Group:

@@ -1,31 +1,21 @@
 """Reads any slices of any tensors of a checkpoint, each byte verified, and no file that they do not lie in."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from checkpoint.boxes import Box
-from checkpoint.extents import READ_BYTES, Part, Transfer, parts_of, runs
+from checkpoint.extents import parts_of
 from checkpoint.files import read_manifest
 from checkpoint.manifest import Manifest, file_name
 from checkpoint.owners import Owners, Piece
+from checkpoint.reads import FilePlan, Reads
 from checkpoint.safetensors_header import CODES, StoredValues
-from checkpoint.shard_file import memory_of
-from checkpoint.verified_file import Extent, VerifiedFile
-
-T = TypeVar("T")
-
-NUM_THREADS = 2
-"""One waits for the disk while the other hashes."""
-FILES_AT_ONCE = 32
+from checkpoint.verified_file import VerifiedFile
 
 
 @dataclass(frozen=True)
@@ -46,59 +36,6 @@ class Slice:
     def box(self) -> Box:
         """The part."""
         return Box(self.offsets, tuple(self.out.shape))
-
-
-@dataclass
-class _FilePlan:
-    file: VerifiedFile
-    parts: list[Part] = field(default_factory=list)
-
-
-class Reads:
-    """Reads of some slices, with all that can be refused beforehand refused."""
-
-    def __init__(self, plans: Sequence[_FilePlan]) -> None:
-        """Keeps what is to be read, by file."""
-        self._plans = plans
-
-    def run(self) -> None:
-        """Fills the memory of all slices.
-
-        Raises:
-            ValueError: If a block is damaged; memory is then partly filled.
-            OSError: If a file cannot be read.
-        """
-        for first in range(0, len(self._plans), FILES_AT_ONCE):
-            with ExitStack() as stack:
-                work, num_bytes = list[Callable[[], None]](), 0
-                for plan in self._plans[first : first + FILES_AT_ONCE]:
-                    stack.enter_context(plan.file)
-                    for run in runs(plan.parts, plan.file.block_bytes):
-                        work.append(partial(_read, plan.file, run))
-                        num_bytes += run[-1].stop - run[0].start
-                for _ in in_threads(work, num_bytes):
-                    pass
-
-
-def in_threads(work: Sequence[Callable[[], T]], num_bytes: int) -> Iterator[T]:
-    """Runs some calls on two threads, or right here where there is little to do.
-
-    Args:
-        work: The calls; after an error no more are started, and those that run come to their end.
-        num_bytes: Bytes that they read in all.
-
-    Yields:
-        Their results, in their order.
-    """
-    if num_bytes <= READ_BYTES:
-        yield from (call() for call in work)
-        return
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-read") as pool:
-        futures = [pool.submit(call) for call in work]
-        try:
-            yield from (future.result() for future in futures)
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 class ShardReader:
@@ -158,20 +95,24 @@ class ShardReader:
                 manifest says.
             OSError: If a file cannot be read.
         """
-        plans: dict[int, _FilePlan] = {}
+        plans: dict[int, FilePlan] = {}
+        names: set[str] = set()
         for each in slices:
-            self._check_inside(each.name, each.box)
+            box = each.box
+            self._check_inside(each.name, box)
+            names.add(each.name)
             if each.out.numel() == 0:
                 continue
-            for piece in self.owners.overlapping(each.name, each.box):
+            for piece in self.owners.overlapping(each.name, box):
                 if piece.rank not in plans:
-                    plans[piece.rank] = _FilePlan(self.file(piece.rank))
+                    plans[piece.rank] = FilePlan(self.file(piece.rank))
                 plan = plans[piece.rank]
-                shared = piece.box.overlap(each.box)
+                shared = piece.box.overlap(box)
                 if shared is not None:
                     values, within = self.check_entry(plan.file, piece), shared.within(piece.box)
                     plan.parts.extend(parts_of(values, within, _narrow(each, shared), plan.file.block_bytes))
-        return Reads([plans[rank] for rank in sorted(plans)])
+        whole_bytes = sum(self.manifest.tensors[name].num_bytes for name in names)
+        return Reads([plans[rank] for rank in sorted(plans)], whole_bytes)
 
     def file(self, rank: int) -> VerifiedFile:
         """The file that a rank wrote, its digests and header checked.
@@ -222,21 +163,8 @@ class ShardReader:
 
 def _narrow(whole: Slice, box: Box) -> Tensor:
     """The memory of a slice that a part of it fills."""
-    out = whole.out.detach()
+    out = whole.out.detach() if whole.out.requires_grad else whole.out
     for dim, (offset, size) in enumerate(zip(box.within(whole.box).offsets, box.sizes, strict=True)):
-        out = out.narrow(dim, offset, size)
+        if size != out.shape[dim]:
+            out = out.narrow(dim, offset, size)
     return out
-
-
-def _read(file: VerifiedFile, run: list[Transfer]) -> None:
-    """Reads what lies close together, then hands on what went through scratch memory."""
-    scratch = {
-        index: torch.empty(each.stop - each.start, dtype=torch.uint8)
-        for index, each in enumerate(run)
-        if each.memory is None
-    }
-    targets = [each.memory or memory_of(scratch[index]) for index, each in enumerate(run)]
-    file.read([Extent(each.start, target) for each, target in zip(run, targets, strict=True)])
-    for index, values in scratch.items():
-        part = run[index].part
-        part.out.copy_(values.view(part.dtype).as_strided(part.out.shape, part.strides))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from checkpoint import optimizer_state, random_state
 from checkpoint.fit import Fit
-from checkpoint.layout import local_box
+from checkpoint.placed import LocalBoxes
 from checkpoint.ranks import Ranks
 from checkpoint.reader import Slice
 from checkpoint.undo import Undo
@@ -40,9 +40,10 @@ class Restore:
             if name not in fit.unfit
         }
         row = random_state.source_rank(self.ranks.rank, self.ranks.size, fit.manifest.header.world_size)
+        boxes = LocalBoxes()
         return [
             *(
-                Slice(fit.selection.stored_name(name), local_box(tensor).offsets, local_part(tensor))
+                Slice(fit.selection.stored_name(name), boxes.of(tensor).offsets, local_part(tensor))
                 for name, tensor in self.targets.items()
             ),
             *(Slice(name, (row, 0), state.unsqueeze(0)) for name, state in self.generators.items()),

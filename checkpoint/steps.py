@@ -96,6 +96,9 @@ def discard(temporary: Path) -> None:
 def prune(folder: Path, retention: Retention, written: Path) -> None:
     """Removes complete checkpoints that need not stay; anything else in the folder is left alone.
 
+    Complete is one whose manifest is sound and whose files are there with their sizes; no data are read for this, so
+    that bytes that have changed since are not found. `recipes.checkpoints prune` reads all that is to stay.
+
     Args:
         folder: Where the run keeps its checkpoints.
         retention: Which ones stay.
@@ -142,7 +145,7 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = True) -> Path | N
             if thorough:
                 verify(path)
         except (ValueError, OSError) as error:
-            warnings.warn(f"skipping a damaged checkpoint: {error}", stacklevel=2)
+            warn_of_skipped("a damaged checkpoint", error)
         else:
             return path
     return None
@@ -154,24 +157,42 @@ def newest_first(folder: Path) -> Iterator[tuple[Path, Manifest]]:
     Args:
         folder: Where a run keeps its checkpoints; need not exist.
     """
-    if not folder.is_dir():
-        return
-    found: dict[int, list[Path]] = {}
-    # A replaced one comes after the one with the name proper.
-    for pattern in (STEP_NAME, REPLACED_NAME):
-        for path in _named(folder, pattern):
-            match = pattern.fullmatch(path.name)
-            if match:
-                found.setdefault(int(match[1]), []).append(path)
-    for step in sorted(found, reverse=True):
-        for path in found[step]:
+    for _, paths in by_step(folder):
+        for path in paths:
             try:
                 manifest = read_manifest(path)
             except (ValueError, OSError) as error:
-                warnings.warn(f"skipping an incomplete or renamed checkpoint: {error}", stacklevel=2)
+                warn_of_skipped("an incomplete or renamed checkpoint", error)
             else:
                 yield path, manifest
                 break
+
+
+def by_step(folder: Path) -> list[tuple[int, list[Path]]]:
+    """Steps from the highest downwards, each with the folders that are named after it, the one to prefer first.
+
+    Args:
+        folder: Where a run keeps its checkpoints; need not exist.
+    """
+    found: dict[int, list[Path]] = {}
+    # A replaced one comes after the one with the name proper.
+    for pattern in (STEP_NAME, REPLACED_NAME):
+        for path in _named(folder, pattern) if folder.is_dir() else ():
+            match = pattern.fullmatch(path.name)
+            if match:
+                found.setdefault(int(match[1]), []).append(path)
+    return sorted(found.items(), reverse=True)
+
+
+def warn_of_skipped(what: str, error: Exception) -> None:
+    """Tells of a checkpoint that does not count.
+
+    Args:
+        what: What it is, in words.
+        error: What is wrong with it.
+    """
+    # Always from this line: Python shows what one line says again only once.
+    warnings.warn(f"skipping {what}: {error}", stacklevel=1)
 
 
 def _settle(replaced: Path) -> None:

@@ -2,19 +2,20 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from checkpoint import files, optimizer_state, steps, writer
+from checkpoint import optimizer_state, steps, writer
+from checkpoint.candidates import Candidates
 from checkpoint.canonical import MODEL_PREFIX
 from checkpoint.differences import Differences
 from checkpoint.fit import Fit
 from checkpoint.load_options import PARTS, LoadOptions, Part
-from checkpoint.manifest import MANIFEST_NAME, Manifest
+from checkpoint.manifest import Manifest
 from checkpoint.ranks import Ranks
 from checkpoint.reader import ShardReader
 from checkpoint.restore import Restore
@@ -122,7 +123,7 @@ def load(
 
     Args:
         path: One checkpoint, or the folder where a run keeps them, of which the newest is taken; where that turns out
-            to be damaged, with a warning the one before it.
+            to be damaged or unreadable, with a warning the one before it.
         state: What to fill; its recipe is left alone.
         parts: Parts to fill: `model`, `optimizer`, `progress` (step, num_tokens and all that is stateful), `rng`.
         keys: Tensors of the parts to fill: patterns of names such as `model.blocks.0.*`, or a mapping of names in the
@@ -141,41 +142,48 @@ def load(
         OSError: If a file cannot be read.
     """
     options = LoadOptions(parts=parts, keys=keys, strict=strict, cast=cast)
-    ranks, candidates, damage = Ranks(), _candidates(Path(path)), None
+    ranks, path = Ranks(), Path(path)
+    candidates, failure = Candidates(path, ranks), None
     while True:
-        found, text = ranks.on_coordinator(f"load {path}", partial(_next, Path(path), candidates, damage))
+        found, manifest = candidates.next(failure)
         try:
-            return _load(found, text, state, options, ranks)
-        except DamagedError as error:
-            if found == Path(path):
+            return _load(found, manifest, state, options, ranks)
+        except (DamagedError, UnreadableError) as error:
+            if found == path:
                 raise
             warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
-            damage = error
+            failure = error
 
 
 class DamagedError(ValueError):
     """A checkpoint is not what was saved."""
 
 
-def _load(found: Path, text: bytes, state: TrainState, options: LoadOptions, ranks: Ranks) -> Loaded:
+class UnreadableError(OSError):
+    """The file system does not hand out a checkpoint, or not to all ranks."""
+
+
+def _load(found: Path, manifest: Manifest, state: TrainState, options: LoadOptions, ranks: Ranks) -> Loaded:
     where = f"load {found}"
 
-    def undamaged(action: Callable[[], T]) -> T:
+    def read(action: Callable[[], T]) -> T:
         try:
             return ranks.together(where, action)
         except ValueError as error:
             raise DamagedError(str(error)) from error
+        except OSError as error:
+            raise UnreadableError(error.errno, str(error)) from error
 
-    manifest = undamaged(lambda: Manifest.from_text(text, str(found / MANIFEST_NAME)))
     held = ranks.together(where, lambda: list(state.trained.named_parameters()))
     elsewhere = frozenset(chain(*ranks.distinct(held, digest(to_json(held, "parameters"))).values())) - set(held)
-    fit = ranks.together(where, lambda: Fit(state, manifest, options, elsewhere))
-    differences = ranks.together(where, lambda: _checked(found, fit))
+    fit, differences = ranks.together(where, lambda: _fit(found, Fit(state, manifest, options, elsewhere)))
     restore = Restore(fit, ranks)
-    reads = undamaged(lambda: ShardReader(found, manifest).prepare(restore.slices()))
+    reads = read(lambda: ShardReader(found, manifest).prepare(restore.slices()))
+    # If all ranks read as much, then more than everything is something twice.
+    shared = reads.share * ranks.size > 1.1
     try:
         ranks.together(where, restore.begin)
-        undamaged(reads.run)
+        read(partial(reads.run, shared=shared))
         ranks.together(where, restore.finish)
     except BaseException as error:
         restore.undo(error)
@@ -183,30 +191,9 @@ def _load(found: Path, text: bytes, state: TrainState, options: LoadOptions, ran
     return Loaded(manifest, differences)
 
 
-def _candidates(path: Path) -> Iterator[Path]:
-    """The checkpoints that a path may mean, whose manifests are sound and whose files are there."""
-    if not path.is_dir():
-        raise ValueError(f"there is no checkpoint: {path} is not a folder")
-    if (path / MANIFEST_NAME).exists():
-        files.read_manifest(path)
-        yield path
-    else:
-        yield from (found for found, _ in steps.newest_first(path))
-
-
-def _next(path: Path, candidates: Iterator[Path], damage: ValueError | None) -> tuple[Path, bytes]:
-    """The checkpoint to try next, and the text of its manifest."""
-    found = next(candidates, None)
-    if found is None and damage is not None:
-        raise ValueError(f"{path} holds no other complete checkpoint: {damage}")
-    if found is None:
-        raise ValueError(f"{path} holds no complete checkpoint (a folder step-<number> with {MANIFEST_NAME})")
-    return found, files.read_text(found)
-
-
-def _checked(path: Path, fit: Fit) -> Differences:
+def _fit(path: Path, fit: Fit) -> tuple[Fit, Differences]:
     differences = fit.check()
     refused = differences if fit.options.strict else differences.of_optimizer()
     if refused.describe():
         raise ValueError(f"{path} does not fit the state to load; nothing was changed\n{refused.describe()}")
-    return differences
+    return fit, differences

@@ -11,6 +11,7 @@ import xxhash
 from checkpoint.files import open_plain
 from checkpoint.manifest import StoredFile, digests_name
 from checkpoint.safetensors_header import LENGTH_BYTES, FileHeader, header_length, parse_header
+from checkpoint.uncached import MIN_BYTES, Pages, copy, is_cached, open_uncached
 
 DIGEST_BYTES = 8
 MAX_VECTORS = 1000
@@ -53,6 +54,7 @@ class VerifiedFile:
         """
         self.path, self.stored, self.block_bytes, self.remedy = path, stored, block_bytes, remedy
         self._descriptor = -1
+        self._uncached: int | None = None
         self._digests = memoryview(self._read_digests()).cast("Q")
         with self:
             self.header = self._read_header()
@@ -60,6 +62,7 @@ class VerifiedFile:
     def __enter__(self) -> "VerifiedFile":
         """Opens the file."""
         self._descriptor = _open(self.path, self.stored.num_bytes)
+        self._uncached = open_uncached(self._descriptor)
         return self
 
     def __exit__(
@@ -67,14 +70,18 @@ class VerifiedFile:
     ) -> None:
         """Closes the file."""
         os.close(self._descriptor)
-        self._descriptor = -1
+        if self._uncached is not None:
+            os.close(self._uncached)
+        self._descriptor, self._uncached = -1, None
 
-    def read(self, extents: Sequence[Extent]) -> None:
+    def read(self, extents: Sequence[Extent], pages: Pages | None = None) -> None:
         """Reads bytes and checks the blocks that hold them, each read once.
 
         Args:
             extents: What to read, ascending, not overlapping, at most a few hundred; what lies between two of them is
                 read as well.
+            pages: Memory for all of that and the blocks around it, to read past the page cache what is not in it;
+                None: read through the cache.
 
         Raises:
             ValueError: If a block is damaged, or the file is shorter than it should be.
@@ -82,6 +89,12 @@ class VerifiedFile:
         """
         start = extents[0].start // self.block_bytes * self.block_bytes
         stop = min(-(-extents[-1].stop // self.block_bytes) * self.block_bytes, self.stored.num_bytes)
+        content = self._read_uncached(start, stop, pages)
+        if content is not None:
+            self._refuse_damage([content], start)
+            for each in extents:
+                copy(each.target, content[each.start - start : each.stop - start])
+            return
         views, at = [], start
         for extent in extents:
             if extent.start > at:
@@ -91,6 +104,14 @@ class VerifiedFile:
         if stop > at:
             views.append(memoryview(bytearray(stop - at)))
         self._fill(views, start)
+        self._refuse_damage(views, start)
+
+    def _read_uncached(self, start: int, stop: int, pages: Pages | None) -> memoryview | None:
+        if pages is None or self._uncached is None or stop - start < MIN_BYTES:
+            return None
+        return None if is_cached(self._descriptor, start, stop) else pages.read(self._uncached, start, stop)
+
+    def _refuse_damage(self, views: Sequence[memoryview], start: int) -> None:
         for block in self._damaged(views, start):
             first = block * self.block_bytes
             raise ValueError(self.damage(first, min(first + self.block_bytes, self.stored.num_bytes)))

@@ -7,7 +7,8 @@ from math import prod
 
 from checkpoint.extents import READ_BYTES
 from checkpoint.manifest import FILE_NAME, Manifest, digests_name
-from checkpoint.reader import ShardReader, in_threads
+from checkpoint.reader import ShardReader
+from checkpoint.reads import in_threads
 from checkpoint.verified_file import VerifiedFile
 
 MAX_LISTED = 40

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpoint import files, filesystem, shard_file, strict_json
-from checkpoint.layout import Layout, layout_of, local_box, part_of_job, stacked
+from checkpoint.layout import Layout, stacked
 from checkpoint.manifest import BLOCK_BYTES, Header, Manifest, StoredFile, file_name
 from checkpoint.owners import Owners, StoredTensor
+from checkpoint.placed import LocalBoxes, layout_of, part_of_job
 from checkpoint.ranks import Ranks
 from checkpoint.state import FlatState
 from parallel.replicas import local_part
@@ -167,20 +168,22 @@ def _merge(described: Mapping[tuple[int, ...], Mapping[str, StoredTensor]], worl
 def _parts(flat: FlatState, tensors: Mapping[str, StoredTensor], rank: int) -> dict[str, Tensor]:
     """The values that a rank writes by key in its file."""
     parts: dict[str, Tensor] = {}
+    boxes = LocalBoxes()
     for piece in Owners(tensors).of_rank(rank):
         stored = tensors[piece.name]
         if piece.name in flat.per_rank:
             parts[piece.key(stored.shape)] = flat.per_rank[piece.name].unsqueeze(0)
             continue
         tensor = flat.tensors[piece.name]
-        held = local_box(tensor)
+        held = boxes.of(tensor)
         values = local_part(tensor)
         if tuple(values.shape) != held.sizes:
             raise ValueError(
                 f"{piece.name} has {list(values.shape)} on rank {rank}, where its layout says {held.sizes}"
             )
         for dim, (offset, size) in enumerate(zip(piece.box.within(held).offsets, piece.box.sizes, strict=True)):
-            values = values.narrow(dim, offset, size)
+            if size != values.shape[dim]:
+                values = values.narrow(dim, offset, size)
         parts[piece.key(stored.shape)] = values
     return parts
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpoint.differences import Differences
-from checkpoint.layout import local_box
+from checkpoint.placed import local_box
 from parallel.replicas import local_part
 
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|module)\.")

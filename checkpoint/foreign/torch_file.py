@@ -9,7 +9,7 @@ from torch import Tensor
 
 from checkpoint.canonical import by_fqn
 from checkpoint.foreign.match import Keys, fit, turned
-from checkpoint.layout import local_box
+from checkpoint.placed import local_box
 from checkpoint.ranks import Ranks
 from checkpoint.state import Trained, canonical_parameters
 from parallel.replicas import local_part

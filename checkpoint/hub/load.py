@@ -14,7 +14,7 @@ from checkpoint.canonical import by_fqn
 from checkpoint.differences import Differences
 from checkpoint.hub.folder import HubFolder, open_hub_folder
 from checkpoint.hub.places import Part, Place, Places, file_shapes, parts_of
-from checkpoint.layout import local_box
+from checkpoint.placed import local_box
 from checkpoint.ranks import Ranks
 from checkpoint.state import Trained, canonical_parameters
 from parallel.replicas import local_part

@@ -18,9 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from checkpoint import owners, writer
 from checkpoint.boxes import Box, chunk, intervals, whole
-from checkpoint.layout import Layout, part_of_job, replicated
+from checkpoint.layout import Layout, replicated
 from checkpoint.manifest import Header, Manifest, StoredFile, file_name
 from checkpoint.owners import Owners, Piece, StoredTensor
+from checkpoint.placed import part_of_job
 from checkpoint.ranks import Ranks
 from checkpoint.state import FlatState
 from tests.checkpoint.folders import part
