@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel import Mesh, ParallelConfig, build_mesh
-from parallel.mesh import VIEWS
+from parallel.mesh import EXPERT_VIEWS, VIEWS
 from tests.ranks import run_ranks
 
 Groups = dict[str, list[list[int]]]
@@ -20,6 +20,7 @@ def alike(views: str, groups: list[list[int]]) -> Groups:
     return dict.fromkeys(views.split(), groups)
 
 
+NAMES = (*VIEWS, *EXPERT_VIEWS)
 SINGLE = [[rank] for rank in range(8)]
 EVERYONE = [list(range(8))]
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -29,16 +30,16 @@ MESHES: dict[str, tuple[dict[str, Any], Groups]] = {
     "full_shard 8": (
         {},
         {
-            **alike("pp dp_replicate cp tp", SINGLE),
-            **alike("fsdp dp_shard dp loss", EVERYONE),
+            **alike("pp dp_replicate cp tp ep", SINGLE),
+            **alike("fsdp dp_shard dp loss expert_fsdp", EVERYONE),
         },
     ),
     "hybrid_shard 2 x 2 x tp 2": (
         {"strategy": "hybrid_shard", "dp_replicate": 2, "tp": 2},
         {
-            **alike("pp cp", SINGLE),
+            **alike("pp cp ep", SINGLE),
             "tp": PAIRS,
-            **alike("fsdp dp_shard", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+            **alike("fsdp dp_shard expert_fsdp", [[0, 2], [1, 3], [4, 6], [5, 7]]),
             "dp_replicate": [[0, 4], [1, 5], [2, 6], [3, 7]],
             **alike("dp loss", [[0, 2, 4, 6], [1, 3, 5, 7]]),
         },
@@ -46,21 +47,43 @@ MESHES: dict[str, tuple[dict[str, Any], Groups]] = {
     "dp_shard 2 x cp 2 x tp 2": (
         {"dp_shard": 2, "cp": 2, "cp_method": "ring", "tp": 2},
         {
-            **alike("pp dp_replicate", SINGLE),
+            **alike("pp dp_replicate ep", SINGLE),
             "tp": PAIRS,
             "cp": [[0, 2], [1, 3], [4, 6], [5, 7]],
             **alike("dp_shard dp", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-            **alike("fsdp loss", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+            **alike("fsdp loss expert_fsdp", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        },
+    ),
+    "dp_shard 4 x cp 2, ep 4": (
+        {"dp_shard": 4, "cp": 2, "cp_method": "ring", "ep": 4},
+        {
+            **alike("pp dp_replicate tp", SINGLE),
+            "cp": PAIRS,
+            **alike("dp_shard dp", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+            **alike("fsdp loss", EVERYONE),
+            # Neighbours along fsdp share the experts.
+            "ep": [[0, 1, 2, 3], [4, 5, 6, 7]],
+            "expert_fsdp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        },
+    ),
+    "dp_shard 4 x tp 2, ep 2": (
+        {"dp_shard": 4, "tp": 2, "ep": 2},
+        {
+            **alike("pp dp_replicate cp", SINGLE),
+            "tp": PAIRS,
+            **alike("fsdp dp_shard dp loss", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+            "ep": [[0, 2], [4, 6], [1, 3], [5, 7]],
+            "expert_fsdp": [[0, 4], [2, 6], [1, 5], [3, 7]],
         },
     ),
     "pp 2 x dp_replicate 2 x cp 2": (
         {"pp": 2, "schedule": "1f1b", "dp_replicate": 2, "dp_shard": 1, "cp": 2, "cp_method": "ring"}
         | {"strategy": "hybrid_shard"},
         {
-            **alike("dp_shard tp", SINGLE),
+            **alike("dp_shard tp ep", SINGLE),
             "pp": [[0, 4], [1, 5], [2, 6], [3, 7]],
             **alike("dp_replicate dp", [[0, 2], [1, 3], [4, 6], [5, 7]]),
-            **alike("cp fsdp", PAIRS),
+            **alike("cp fsdp expert_fsdp", PAIRS),
             "loss": [[0, 1, 2, 3], [4, 5, 6, 7]],
         },
     ),
@@ -92,10 +115,10 @@ def views_of_every_rank(fields: dict[str, Any]) -> list[dict[str, tuple[list[int
                     mesh.degree(view),
                     mesh.coordinate(view),
                 )
-                for view in VIEWS
+                for view in NAMES
             }
         )
-        assert all(mesh[view].get_local_rank() == mesh.coordinate(view) for view in VIEWS)
+        assert all(mesh[view].get_local_rank() == mesh.coordinate(view) for view in NAMES)
     return seen
 
 
@@ -103,7 +126,7 @@ def views_of_every_rank(fields: dict[str, Any]) -> list[dict[str, tuple[list[int
 def test_each_rank_finds_the_written_ranks_in_each_view(name: str) -> None:
     fields, groups = MESHES[name]
     (seen,) = run_ranks(1, views_of_every_rank, fields)
-    assert groups.keys() == VIEWS.keys()
+    assert groups.keys() == set(NAMES)
     for rank, views in enumerate(seen):
         for view, (stated, in_group, degree, coordinate) in views.items():
             expected = next(group for group in groups[view] if rank in group)
@@ -113,7 +136,7 @@ def test_each_rank_finds_the_written_ranks_in_each_view(name: str) -> None:
 
 def test_views_of_the_same_ranks_share_one_group_and_others_do_not() -> None:
     shared, others, groups = run_ranks(1, twins)[0]
-    assert shared == [["dp", "loss"], ["dp_shard", "fsdp"]]
+    assert shared == [["dp", "loss"], ["dp_shard", "expert_fsdp", "fsdp"]]
     assert len(others) == len(set(others))
     # One group a view of more than one rank, besides the world's: tp, fsdp, dp_replicate and dp.
     assert len(groups) == 4
@@ -121,11 +144,29 @@ def test_views_of_the_same_ranks_share_one_group_and_others_do_not() -> None:
 
 def twins() -> tuple[list[list[str]], list[int], set[str]]:
     mesh = fake_mesh(0, MESHES["hybrid_shard 2 x 2 x tp 2"][0])
-    wide = [view for view in VIEWS if mesh.degree(view) > 1]
+    wide = [view for view in NAMES if mesh.degree(view) > 1]
     names = {view: mesh.group(view).group_name for view in wide}
     shared = [sorted(view for view in wide if names[view] == name) for name in set(names.values())]
     distinct = [id(mesh[view]) for view in ("tp", "fsdp", "dp_replicate", "dp")]
     return sorted(each for each in shared if len(each) > 1), distinct, set(names.values())
+
+
+def test_parameters_of_experts_lie_on_the_groups_of_the_other_ones() -> None:
+    names, shape, groups, without = run_ranks(1, expert_mesh)[0]
+    assert (names, shape) == (("pp", "dp_replicate", "expert_fsdp", "ep", "tp"), (1, 1, 2, 2, 2))
+    assert groups["experts"] == groups["views"] and not without
+
+
+def expert_mesh() -> tuple[Any, ...]:
+    mesh = fake_mesh(5, MESHES["dp_shard 4 x tp 2, ep 2"][0])
+    assert mesh.experts is not None
+    names = mesh.experts.mesh_dim_names or ()
+    groups = {
+        "experts": {name: mesh.experts[name].get_group().group_name for name in names},
+        "views": {name: mesh.group(name).group_name for name in names},
+    }
+    shape = tuple(mesh.experts.shape)
+    return names, shape, groups, fake_mesh(5, {}).experts is not None
 
 
 def test_ranks_are_named_by_the_view_they_make_up() -> None:
@@ -156,7 +197,7 @@ def crossing_views() -> dict[int, list[str]]:
 
 def test_an_unknown_view_is_refused_with_the_legal_ones() -> None:
     for message in run_ranks(1, unknown_view)[0]:
-        assert "no view 'ddp'; legal: pp, dp_replicate, fsdp, tp, dp_shard, cp, dp, loss" in message
+        assert "no view 'ddp'; legal: pp, dp_replicate, fsdp, tp, dp_shard, cp, dp, loss, expert_fsdp, ep" in message
 
 
 def unknown_view() -> list[str]:
