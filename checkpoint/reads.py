@@ -101,16 +101,15 @@ class _Own(threading.local):
     """Memory of each thread, made when it is first needed."""
 
     def __init__(self, shared: bool) -> None:
-        self._shared, self._size = shared, 0
+        self._shared = shared
         self._pages: Pages | None = None
 
     def pages(self, num_bytes: int) -> Pages | None:
         """Room to read that many bytes past the page cache; None where they are to go through it."""
         if self._shared:
             return None
-        if self._pages is None or self._size < num_bytes:
-            self._size = max(num_bytes, READ_BYTES)
-            self._pages = Pages(self._size)
+        if self._pages is None or self._pages.num_bytes < num_bytes:
+            self._pages = Pages(max(num_bytes, READ_BYTES))
         return self._pages
 
 

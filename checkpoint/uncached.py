@@ -4,6 +4,8 @@ import ctypes
 import mmap
 import os
 from contextlib import suppress
+from types import TracebackType
+from typing import Self
 
 MIN_BYTES = 256 << 10
 """Less is not worth a read of its own kind."""
@@ -14,7 +16,11 @@ _CACHESTAT = 451
 
 
 class Pages:
-    """Memory that one thread reads into, in whole pages, as a disk can fill them itself."""
+    """Memory that one thread reads into, in whole pages, as a disk can fill them itself.
+
+    Attributes:
+        num_bytes: The longest stretch that is read.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         """Takes it.
@@ -22,6 +28,7 @@ class Pages:
         Args:
             num_bytes: The longest stretch that is read.
         """
+        self.num_bytes = num_bytes
         # A stretch may begin and end within a page.
         self._memory = mmap.mmap(-1, num_bytes + 2 * mmap.PAGESIZE)
 
@@ -29,7 +36,7 @@ class Pages:
         """Reads a stretch of a file.
 
         Args:
-            descriptor: From `open_uncached`.
+            descriptor: Opened with O_DIRECT.
             start: Its first byte.
             stop: The byte after its last.
 
@@ -51,18 +58,47 @@ class Pages:
         return view[start - first : stop - first]
 
 
-def open_uncached(descriptor: int) -> int | None:
-    """Opens a file again, for reads that leave the page cache alone.
+class OpenFile:
+    """An open file whose bytes come past the page cache, unless they are in it or that cannot be.
 
-    Args:
+    Attributes:
         descriptor: The file.
-
-    Returns:
-        A second descriptor, to be closed by the caller; None if the system has no such reads.
     """
-    with suppress(OSError, AttributeError):
-        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    return None
+
+    def __init__(self, descriptor: int) -> None:
+        """Takes over a descriptor; use it as a context manager, which closes it.
+
+        Args:
+            descriptor: The file.
+        """
+        self.descriptor = descriptor
+        self._uncached: int | None = None
+        with suppress(OSError, AttributeError):
+            self._uncached = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+
+    def __enter__(self) -> Self:
+        """Nothing to do yet."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes the file."""
+        os.close(self.descriptor)
+        if self._uncached is not None:
+            os.close(self._uncached)
+
+    def read(self, start: int, stop: int, pages: Pages | None) -> memoryview | None:
+        """Bytes past the page cache, in the memory of the pages; None: read them from the descriptor.
+
+        Args:
+            start: The first one.
+            stop: The one after the last.
+            pages: Memory of this thread; None: read through the cache.
+        """
+        if pages is None or self._uncached is None or stop - start < MIN_BYTES:
+            return None
+        return None if is_cached(self.descriptor, start, stop) else pages.read(self._uncached, start, stop)
 
 
 class _Stretch(ctypes.Structure):

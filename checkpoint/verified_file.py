@@ -11,7 +11,7 @@ import xxhash
 from checkpoint.files import open_plain
 from checkpoint.manifest import StoredFile, digests_name
 from checkpoint.safetensors_header import LENGTH_BYTES, FileHeader, header_length, parse_header
-from checkpoint.uncached import MIN_BYTES, Pages, copy, is_cached, open_uncached
+from checkpoint.uncached import OpenFile, Pages, copy
 
 DIGEST_BYTES = 8
 MAX_VECTORS = 1000
@@ -53,26 +53,20 @@ class VerifiedFile:
             OSError: If it cannot be read.
         """
         self.path, self.stored, self.block_bytes, self.remedy = path, stored, block_bytes, remedy
-        self._descriptor = -1
-        self._uncached: int | None = None
         self._digests = memoryview(self._read_digests()).cast("Q")
         with self:
             self.header = self._read_header()
 
     def __enter__(self) -> "VerifiedFile":
         """Opens the file."""
-        self._descriptor = _open(self.path, self.stored.num_bytes)
-        self._uncached = open_uncached(self._descriptor)
+        self._opened = OpenFile(_open(self.path, self.stored.num_bytes))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Closes the file."""
-        os.close(self._descriptor)
-        if self._uncached is not None:
-            os.close(self._uncached)
-        self._descriptor, self._uncached = -1, None
+        self._opened.__exit__(kind, error, trace)
 
     def read(self, extents: Sequence[Extent], pages: Pages | None = None) -> None:
         """Reads bytes and checks the blocks that hold them, each read once.
@@ -89,7 +83,7 @@ class VerifiedFile:
         """
         start = extents[0].start // self.block_bytes * self.block_bytes
         stop = min(-(-extents[-1].stop // self.block_bytes) * self.block_bytes, self.stored.num_bytes)
-        content = self._read_uncached(start, stop, pages)
+        content = self._opened.read(start, stop, pages)
         if content is not None:
             self._refuse_damage([content], start)
             for each in extents:
@@ -105,11 +99,6 @@ class VerifiedFile:
             views.append(memoryview(bytearray(stop - at)))
         self._fill(views, start)
         self._refuse_damage(views, start)
-
-    def _read_uncached(self, start: int, stop: int, pages: Pages | None) -> memoryview | None:
-        if pages is None or self._uncached is None or stop - start < MIN_BYTES:
-            return None
-        return None if is_cached(self._descriptor, start, stop) else pages.read(self._uncached, start, stop)
 
     def _refuse_damage(self, views: Sequence[memoryview], start: int) -> None:
         for block in self._damaged(views, start):
@@ -157,7 +146,7 @@ class VerifiedFile:
         """Reads from one place on into memory that lies in many."""
         pending = list(views)
         while pending:
-            num_bytes = os.preadv(self._descriptor, pending[:MAX_VECTORS], start)
+            num_bytes = os.preadv(self._opened.descriptor, pending[:MAX_VECTORS], start)
             if num_bytes == 0:
                 raise ValueError(f"{self.path} ends at byte {start}, it was cut while it was read; {self.remedy}")
             start += num_bytes

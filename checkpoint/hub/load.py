@@ -9,20 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from checkpoint.box_io import Scratch, read_box, slabs
+from checkpoint.box_io import READ_BYTES, Scratch, read_box, slabs
 from checkpoint.canonical import by_fqn
 from checkpoint.differences import Differences
 from checkpoint.hub.folder import HubFolder, open_hub_folder
 from checkpoint.hub.places import Part, Place, Places, file_shapes, parts_of
+from checkpoint.large_pages import ask_for_large_pages
 from checkpoint.placed import local_box
 from checkpoint.ranks import Ranks
 from checkpoint.state import Trained, canonical_parameters
+from checkpoint.uncached import OpenFile, Pages
 from parallel.replicas import local_part
 
-NUM_THREADS = 2
-"""Reads under way at a time: one copies out of the page cache while another waits for the disk or for new pages."""
-READ_BYTES = 32 << 20
-"""Values that one thread reads at a time."""
+NUM_THREADS = 3
+"""Two reads for the disk to work on while a third thread copies."""
+SLAB_BYTES = 32 << 20
+"""Values that one thread fills at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,12 @@ def load_hub(path: str | os.PathLike[str], trained: Trained, names: HubNames, *,
     # One rank reads the headers: ranks together would ask a file system for ranks x files of them.
     folder = ranks.on_coordinator(where, lambda: open_hub_folder(path))
     parts = ranks.together(where, lambda: HubPlan(folder, parameters, names, cast=cast).local_parts())
-    num_bytes = ranks.together(where, lambda: read_parts(folder, parts))
+    for parameter in parameters.values():
+        ask_for_large_pages(local_part(parameter))
+    # If all ranks read as much, then more than everything is something twice.
+    held = sum(part.values.numel() for part in parts)
+    shared = held * ranks.size > 1.1 * sum(each.numel() for each in parameters.values())
+    num_bytes = ranks.together(where, lambda: read_parts(folder, parts, shared=shared))
     tensors.fill_held()
     return num_bytes
 
@@ -164,12 +171,14 @@ class HubPlan:
                     )
 
 
-def read_parts(folder: HubFolder, parts: Sequence[Part]) -> int:
+def read_parts(folder: HubFolder, parts: Sequence[Part], *, shared: bool = True) -> int:
     """Fills parts in the order in which files have them.
 
     Args:
         folder: The folder.
         parts: From `HubPlan`.
+        shared: Whether others on this machine may read the same bytes, so that it is worth while to have them in its
+            page cache.
 
     Returns:
         Bytes read.
@@ -183,13 +192,13 @@ def read_parts(folder: HubFolder, parts: Sequence[Part]) -> int:
         Part(part.name, box, slab)
         for part in sorted(parts, key=lambda part: place[part.name])
         if part.values.numel()
-        for box, slab in slabs(part.box, part.values, READ_BYTES)
+        for box, slab in slabs(part.box, part.values, SLAB_BYTES)
     ]
     own = threading.local()
 
     def read(piece: Part) -> int:
         if not hasattr(own, "scratch"):
-            own.scratch = Scratch()
+            own.scratch = Scratch(None if shared else Pages(READ_BYTES))
         return _read_part(folder, piece, own.scratch)
 
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hub-import") as pool:
@@ -203,11 +212,9 @@ def read_parts(folder: HubFolder, parts: Sequence[Part]) -> int:
 
 @torch.no_grad()
 def _read_part(folder: HubFolder, part: Part, scratch: Scratch) -> int:
-    file, values = folder.tensors[part.name]
-    descriptor = folder.open(file)
-    try:
-        return read_box(descriptor, values, part.box, part.values, scratch)
-    except ValueError as error:
-        raise ValueError(f"{folder.path / file}: {part.name}: {error}") from error
-    finally:
-        os.close(descriptor)
+    name, values = folder.tensors[part.name]
+    with OpenFile(folder.open(name)) as file:
+        try:
+            return read_box(file, values, part.box, part.values, scratch)
+        except ValueError as error:
+            raise ValueError(f"{folder.path / name}: {part.name}: {error}") from error
