@@ -1,13 +1,11 @@
 """How a model is split over ranks: one degree per mesh axis beside the policies that go with it."""
 
-from dataclasses import dataclass, field, fields
-from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Literal
 
-import torch
-
-from parallel.checks import check_integer
+from parallel.checks import check_choices, check_integer
 from parallel.contradictions import check_axes, check_backend, check_strategy
+from parallel.precision import Precision
 from parallel.traits import TRAITS
 
 DataParallel = Literal["none", "dp", "ddp", "zero1", "fsdp1", "fsdp2"]
@@ -17,49 +15,10 @@ Schedule = Literal[
 ]
 ContextParallelMethod = Literal["allgather", "ring", "ulysses"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
-ComputeDtype = Literal["stored", "float32", "bfloat16"]
 ReduceGradients = Literal["every_micro_batch", "last"]
 Units = Literal["block", "size", "model"]
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """Which dtype does what; parameters and optimizer state are stored as the model was built (float32).
-
-    Attributes:
-        compute: Dtype of matmuls and activations; `stored` leaves it to the parameters.
-        reduce: Dtype in which gradients are summed over ranks; `stored` keeps the parameters' own.
-        output: Dtype of logits; `stored` leaves them as computed.
-    """
-
-    compute: ComputeDtype = "stored"
-    reduce: ComputeDtype = "stored"
-    output: ComputeDtype = "stored"
-
-    def __post_init__(self) -> None:
-        """Refuses unknown names.
-
-        Raises:
-            ValueError: If a name is not one of the legal ones.
-        """
-        _check_choices(self)
-
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """Dtype of matmuls and activations, None for the stored one."""
-        return None if self.compute == "stored" else getattr(torch, self.compute)
-
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        """Dtype of gradient sums, None for the stored one."""
-        return None if self.reduce == "stored" else getattr(torch, self.reduce)
-
-    @property
-    def output_dtype(self) -> torch.dtype | None:
-        """Dtype of logits, None for the computed one."""
-        return None if self.output == "stored" else getattr(torch, self.output)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +58,7 @@ class Sharding:
         Raises:
             ValueError: If a name is unknown or a number out of its range.
         """
-        _check_choices(self)
+        check_choices(self)
         for name, minimum in (("unit_min_parameters", 1), ("forward_prefetch", 0), ("backward_prefetch", 0)):
             check_integer(name, getattr(self, name), minimum=minimum)
         if self.reshard_group is not None:
@@ -132,7 +91,7 @@ class Buckets:
         Raises:
             ValueError: If the size is not positive.
         """
-        _check_choices(self)
+        check_choices(self)
         if not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} must be positive")
         if self.find_unused_parameters and self.static_graph:
@@ -207,7 +166,7 @@ class ParallelConfig:
         Raises:
             ValueError: If a name is unknown, a degree is illegal, or two fields contradict each other.
         """
-        _check_choices(self)
+        check_choices(self)
         for name in DEGREES:
             degree = getattr(self, name)
             if type(degree) is not int or degree != -1:
@@ -243,26 +202,3 @@ class ParallelConfig:
     def is_hybrid(self) -> bool:
         """Whether parameters are sharded over fsdp and replicated over dp_replicate."""
         return self.resolved_strategy in ("hybrid_shard", "hybrid_shard_zero2")
-
-
-def _check_choices(config: object) -> None:
-    """Refuses a name that its field's Literal type does not list, and a bool field that holds no bool."""
-    hints = _hints(type(config))  # type: ignore[arg-type]  # a class can be hashed, which mypy overlooks
-    for each in fields(config):  # type: ignore[arg-type]  # mypy cannot bound `object` to dataclass instances
-        value, hint = getattr(config, each.name), hints[each.name]
-        members = get_args(hint)
-        optional = type(None) in members
-        if optional:
-            members = get_args(members[0]) if get_origin(members[0]) is Literal else ()
-        if value is None and optional:
-            continue
-        if members and value not in members:
-            raise ValueError(f"unknown {each.name} {value!r}; legal: {', '.join(map(str, members))}")
-        if hint is bool and not isinstance(value, bool):
-            raise ValueError(f"{each.name}={value!r} must be true or false")
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    """Types of a config's fields; a planner makes thousands of configs, and finding these takes most of the time."""
-    return get_type_hints(kind)

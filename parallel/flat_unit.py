@@ -19,8 +19,9 @@ from torch.distributed.fsdp import (
 # Private: FSDP1 has no public call that frees units which a forward without backward has left gathered.
 from torch.distributed.fsdp._runtime_utils import _reshard
 
-from parallel.config import Precision, Sharding
+from parallel.config import Sharding
 from parallel.plan import Unit
+from parallel.precision import Precision
 from parallel.units import kept_unit
 
 STRATEGIES = {

@@ -12,10 +12,11 @@ from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
 from parallel.backend import Backend
-from parallel.config import ParallelConfig, Precision, ReduceGradients, Sharding
+from parallel.config import ParallelConfig, ReduceGradients, Sharding
 from parallel.local_step import OwnShards, step_on_local_shards
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan, Unit
+from parallel.precision import Precision
 from parallel.replicas import local_part
 from parallel.sharded_forward import gather_in_backward_if_kept, refuse_direct_forward
 from parallel.units import choose_units, kept_unit, modules_in_root, with_expert_units

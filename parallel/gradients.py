@@ -58,6 +58,16 @@ def clip_gradients(
     return norm
 
 
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """This rank's parts of the gradients, sharing their memory; sums over ranks that are pending are made.
+
+    Args:
+        parameters: Parameters, of which those without a gradient are left out.
+    """
+    by_views = _local_gradients(parameters, lambda _: frozenset())
+    return [gradient for gradients in by_views.values() for gradient in gradients]
+
+
 def sharded_views(tensor: Tensor) -> frozenset[str]:
     """Names of the views along which a tensor is sharded; empty for a plain tensor.
 

@@ -16,6 +16,7 @@ from parallel.expert_parallel import apply_expert_parallel, check_expert_paralle
 from parallel.fsdp1 import Fsdp1
 from parallel.fsdp2 import FullyShard
 from parallel.layout import check_layout, resolve
+from parallel.loss_scale import check_loss_scale
 from parallel.mesh import Mesh
 from parallel.none import OneProcess
 from parallel.plan import ParallelPlan
@@ -88,6 +89,7 @@ def _check(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelP
     plan.check(model)
     backend.check(mesh, config, plan)
     check_context_parallel(config, plan, mesh.device)
+    check_loss_scale(model)
     check_expert_parallel(config, plan)
     _check_blocks(model, mesh, config, plan)
     if config.pp > 1:

@@ -63,7 +63,7 @@ class Pipeline(nn.Module):
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
         self._prepared: tuple[Any, Any] | None = None
         self._losses: list[Tensor] = []
-        self._num_valid_tokens = 1
+        self._divisor = 1.0
 
     @property
     def held_twice(self) -> Sequence[nn.Parameter]:
@@ -119,14 +119,14 @@ class Pipeline(nn.Module):
             )
 
     def forward_backward(
-        self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor | None]], num_valid_tokens: int
+        self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor | None]], divisor: float
     ) -> Tensor:
         """Computes the gradients of a step by the schedule.
 
         Args:
             micro_batches: Tokens, positions, labels and document ids of each, as the model on this rank takes them; of
                 one shape.
-            num_valid_tokens: Valid tokens of the global batch.
+            divisor: What losses are divided by: valid tokens of the global batch, over a scale of the loss if any.
 
         Returns:
             Summed loss of each micro-batch, on every rank of the pipeline.
@@ -134,7 +134,7 @@ class Pipeline(nn.Module):
         self._tied.refresh()
         count = len(micro_batches)
         schedule = self._schedule(count, micro_batches[0][0].shape)
-        self._losses, self._num_valid_tokens = [], num_valid_tokens
+        self._losses, self._divisor = [], divisor
         # Torch's schedules take the step in one piece and cut it again.
         tokens, positions, labels, documents = (
             None if each[0] is None else torch.cat(each) for each in zip(*micro_batches, strict=True)
@@ -159,7 +159,7 @@ class Pipeline(nn.Module):
     def _scaled(self, loss: Tensor, _labels: Tensor) -> Tensor:
         """What the last stage goes backward from."""
         self._losses.append(loss.detach())
-        return loss / self._num_valid_tokens
+        return loss / self._divisor
 
     def _schedule(self, num_micro_batches: int, shape: torch.Size) -> Any:
         """The schedule for micro-batches of a shape, made when the shape or their number is another than before."""

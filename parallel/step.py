@@ -54,18 +54,21 @@ def forward_backward(trained: "Trained", micro_batches: Sequence[Batch]) -> Step
     if num_valid_tokens == 0:
         warnings.warn("no token of the global batch is valid: this step computes no gradient", stacklevel=3)
         return StepResult(loss_sum=0.0, num_valid_tokens=0, skipped=True)
+    # A scale is a power of two by default, so that dividing by the quotient rounds as dividing by the tokens alone.
+    divisor = num_valid_tokens if trained.loss_scale is None else num_valid_tokens / trained.loss_scale.value
     if trained.pipeline is not None:
-        losses = [
-            trained.pipeline.forward_backward([_on_rank(trained, each) for each in micro_batches], num_valid_tokens)
-        ]
+        losses = [trained.pipeline.forward_backward([_on_rank(trained, each) for each in micro_batches], divisor)]
     else:
-        losses = _accumulate(trained, micro_batches, num_valid_tokens)
+        losses = _accumulate(trained, micro_batches, divisor)
+    skipped = unscale_or_skip(trained)
     load = sum_load(trained)
+    if skipped:
+        trained.expert_load = None  # not even this moves a parameter
     dropped = None if load is None else num_dropped(load, trained.plan.shape, num_valid_tokens)
-    return replace(_total(trained, losses, num_valid_tokens), expert_load=load, num_dropped=dropped)
+    return replace(_total(trained, losses, num_valid_tokens), skipped=skipped, expert_load=load, num_dropped=dropped)
 
 
-def _accumulate(trained: "Trained", micro_batches: Sequence[Batch], num_valid_tokens: int) -> list[Tensor]:
+def _accumulate(trained: "Trained", micro_batches: Sequence[Batch], divisor: float) -> list[Tensor]:
     """Forward and backward of one micro-batch after the other; returns their summed losses."""
     reduce_each = (trained.config.reduce_gradients or trained.backend.default_reduce_gradients) == "every_micro_batch"
     losses: list[Tensor] = []
@@ -73,7 +76,7 @@ def _accumulate(trained: "Trained", micro_batches: Sequence[Batch], num_valid_to
     def compute(batch: Batch) -> None:
         loss = _summed_loss(trained, batch)
         losses.append(loss.detach())
-        (loss / num_valid_tokens).backward()
+        (loss / divisor).backward()
 
     for index, batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1

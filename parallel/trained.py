@@ -15,6 +15,7 @@ from parallel.backend import Backend, OptimizerFactory
 from parallel.batch import IGNORE_INDEX, Batch
 from parallel.config import ParallelConfig
 from parallel.layout import check_sequence_length, sequence_multiple
+from parallel.loss_scale import LossScale
 from parallel.mesh import Mesh
 from parallel.plan import ParallelPlan
 from parallel.sequence_cut import SequenceCut
@@ -35,6 +36,7 @@ class Trained:
         backend: The data-parallel backend.
         pipeline: The same as `model` where that is a pipeline.
         cut: Which part of each sequence the model is given on this rank.
+        loss_scale: Scale of the loss, which training follows and a checkpoint has to hold; None: it is not scaled.
         expert_load: Load of the experts in the last step, which the optimizer's step is to answer, int64 [L, E].
     """
 
@@ -57,6 +59,8 @@ class Trained:
         self.cut = SequenceCut(
             degree=mesh.degree("cp"), rank=mesh.coordinate("cp"), balanced=config.cp_method == "ring"
         )
+        precision = config.precision
+        self.loss_scale = LossScale(precision.loss_scaling) if precision.compute == "float16" else None
         self.model, self._wrapped = source, False
         has_values = not any(parameter.is_meta for parameter in source.parameters())
         if backend.wraps_before_materialize or has_values:

@@ -41,7 +41,7 @@ def take_step(recipe: Recipe, state: TrainState, utilization: Utilization | None
     schedule.step()
     state.step += 1
     state.num_tokens += result.num_valid_tokens
-    step_time_s = time.perf_counter() - start_s
+    step_time_s, scale = time.perf_counter() - start_s, trained.loss_scale
     return StepMetrics(
         step=state.step,
         total_steps=recipe.training.steps,
@@ -57,4 +57,6 @@ def take_step(recipe: Recipe, state: TrainState, utilization: Utilization | None
         skipped=skipped,
         expert_load=result.expert_load,
         num_dropped=result.num_dropped,
+        loss_scale=None if scale is None else scale.value,
+        num_skipped=None if scale is None else scale.num_skipped,
     )

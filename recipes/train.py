@@ -69,6 +69,8 @@ def _train(recipe: Recipe, mesh: Mesh, ranks: Ranks, lock: FolderLock, changes: 
     stateful: dict[str, Stateful] = {"schedule": schedule, "data": stream}
     if start.base is not None:
         stateful[BASE] = start.base
+    if trained.loss_scale is not None:
+        stateful["loss_scale"] = trained.loss_scale
     state = TrainState(
         trained=trained,
         optimizer=optimizer,

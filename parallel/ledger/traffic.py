@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from parallel.gradients import SHARDING_VIEWS
 from parallel.ledger.parts import ModelParts
-from parallel.ledger.term import Term, channel
+from parallel.ledger.term import Channel, Term, channel
 from parallel.ledger.traffic_of_context_parallel import context_parallel_terms
 from parallel.ledger.traffic_of_parameters import parameter_terms
 from parallel.ledger.traffic_of_tensor_parallel import tensor_parallel_terms
+from parallel.mesh import AXES, VIEWS
 
-INT64 = FLOAT64 = 8
+INT32, INT64, FLOAT64 = 4, 8, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ def predict_traffic(parts: ModelParts, step: StepShape, tp_rank: int = 0) -> tup
         term
         for term in (
             *_agreements(parts),
+            *_overflow(parts),
             *parameter_terms(parts, step.num_micro_batches, tp_rank),
             *tensor_parallel_terms(parts, step.num_micro_batches, num_own_tokens),
             *context_parallel_terms(parts, num_own_tokens),
@@ -65,6 +68,20 @@ def _agreements(parts: ModelParts) -> Iterator[Term]:
     for view in ("cp", "tp"):
         peers = channel(parts.config, "all_reduce", view, "forward")
         yield Term(name="same batches", channel=peers, payload_bytes=2 * INT64)
+
+
+def _overflow(parts: ModelParts) -> Iterator[Term]:
+    """Whether a gradient of a float16 model is not finite, which all ranks of the job must know."""
+    if parts.config.precision.compute != "float16":
+        return
+    axes = [axis for axis in AXES if getattr(parts.config, axis) > 1]
+    spans = {
+        view: [axis for axis in AXES if axis in own and getattr(parts.config, axis) > 1] for view, own in VIEWS.items()
+    }
+    view = next((view for view, own in spans.items() if own == axes), "world")
+    ranks = prod(getattr(parts.config, axis) for axis in axes)
+    over = Channel(kind="all_reduce", view=view, ranks=ranks, phase="forward")
+    yield Term(name="overflow", channel=over, payload_bytes=INT32)
 
 
 def _norm(parts: ModelParts) -> Iterator[Term]:

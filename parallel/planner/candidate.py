@@ -7,6 +7,7 @@ from parallel.config import ParallelConfig, ReduceGradients
 from parallel.plan import ModelShape
 from parallel.planner.costs import Recompute
 from parallel.planner.hardware import Gpu
+from parallel.precision import Precision
 from parallel.traits import TRAITS
 
 

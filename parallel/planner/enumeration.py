@@ -2,14 +2,25 @@
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import get_args
+from typing import Any, get_args
 
-from parallel.config import ContextParallelMethod, ParallelConfig, Precision, ReduceGradients, Schedule, Sharding
-from parallel.layout import check_built, check_layout, check_sequence_length
+from parallel.config import (
+    ContextParallelMethod,
+    DataParallel,
+    ParallelConfig,
+    ReduceGradients,
+    Schedule,
+    Sharding,
+    Strategy,
+)
+from parallel.layout import check_layout, check_sequence_length
+from parallel.plan import ModelShape
 from parallel.planner.bounds import Degrees, Kind
 from parallel.planner.candidate import Candidate, Request
 from parallel.planner.costs import KEEP_ALL, KEEP_INPUT, RECOMPUTES
-from parallel.schedules import SCHEDULES, check_micro_batches, traits_of
+from parallel.planner.legality import is_legal, is_legal_layout, runs
+from parallel.precision import Precision
+from parallel.schedules import SCHEDULES, traits_of
 from parallel.traits import TRAITS
 
 WORTHWHILE: tuple[Schedule, ...] = tuple(each for each in SCHEDULES if each != "gpipe")  # type: ignore[misc]

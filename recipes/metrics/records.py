@@ -23,6 +23,8 @@ class StepMetrics:
         skipped: Whether the step left the parameters as they were.
         expert_load: Valid tokens of the global batch that came to each expert, by layer; None for a dense model.
         num_dropped: Of valid tokens how often, over all layers, an expert had no room for one; None for a dense model.
+        loss_scale: Scale of the loss for the next step; None: the loss is not scaled.
+        num_skipped: Steps of the run that were skipped because scaled gradients overflowed; None as before.
     """
 
     step: int
@@ -39,6 +41,8 @@ class StepMetrics:
     skipped: bool = False
     expert_load: tuple[tuple[int, ...], ...] | None = None
     num_dropped: int | None = None
+    loss_scale: float | None = None
+    num_skipped: int | None = None
 
     @property
     def expert_imbalance(self) -> float | None:
@@ -55,10 +59,12 @@ class StepMetrics:
         """The step at a glance."""
         width = len(str(self.total_steps))
         mfu = "" if self.mfu is None else f"  mfu {100 * self.mfu:4.1f} %"
+        memory = format_bytes(self.peak_bytes)
+        scale = "" if self.loss_scale is None else f"  scale {self.loss_scale:g}, {self.num_skipped} skipped"
         return (
             f"step {self.step:>{width}}/{self.total_steps}  loss {self.loss:7.4f}  grad {self.gradient_norm:7.3f}  "
-            f"lr {self._rates()}  {_count(self.tokens_per_s):>6} tok/s{mfu}  {self.step_time_s * 1e3:6.0f} ms/step"
-            f"  peak {format_bytes(self.peak_bytes)}{'  SKIPPED' if self.skipped else ''}"
+            f"lr {self._rates()}  {_count(self.tokens_per_s):>6} tok/s{mfu}{scale}  "
+            f"{self.step_time_s * 1e3:6.0f} ms/step  peak {memory}{'  SKIPPED' if self.skipped else ''}"
         )
 
     def record(self) -> dict[str, object]:
@@ -82,7 +88,13 @@ class StepMetrics:
             "peak_bytes": self.peak_bytes,
             **{f"learning_rate/{name}": rate for name, rate in self.learning_rates.items()},
         }
-        optional = {"mfu": self.mfu, "expert_imbalance": self.expert_imbalance, "num_dropped": self.num_dropped}
+        optional = {
+            "mfu": self.mfu,
+            "expert_imbalance": self.expert_imbalance,
+            "num_dropped": self.num_dropped,
+            "loss_scale": self.loss_scale,
+            "num_skipped": self.num_skipped,
+        }
         numbers |= {name: value for name, value in optional.items() if value is not None}
         return {f"train/{name}": value for name, value in numbers.items()}
 
