@@ -53,6 +53,16 @@ class Reads:
         num_bytes = sum(part.out.numel() * part.dtype.itemsize for plan in self._plans for part in plan.parts)
         return num_bytes / max(self._whole_bytes, 1)
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that `run` reads of files: what is wanted, and the rest of each block that some of it lies in."""
+        total = 0
+        for plan in self._plans:
+            size, end = plan.file.block_bytes, plan.file.stored.num_bytes
+            for run in runs(plan.parts, size):
+                total += min(-(-run[-1].stop // size) * size, end) - run[0].start // size * size
+        return total
+
     def run(self, *, shared: bool = True) -> None:
         """Fills the memory of all slices.
 

@@ -3,10 +3,8 @@
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,9 +12,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from recipes.bench import background, checkpoint, hub, startup, step
+from recipes.bench import startup, step, storage
 from recipes.bench.model import compare_models, peak_memory
 from recipes.bench.rounds import Comparison
+from recipes.bench.storage import bench_storage
 from recipes.launch import run
 from recipes.messages import one_message
 from recipes.metrics import format_bytes
@@ -24,8 +23,9 @@ from recipes.metrics import format_bytes
 What = Literal["step", "checkpoint"]
 PARTS: Mapping[What, tuple[str, ...]] = {
     "step": ("full_shard", "replicated", "tensor_parallel", "model", "memory", "start"),
-    "checkpoint": ("save", "load_cold", "load_warm", "stall", "background", "memory", "import"),
+    "checkpoint": storage.PARTS,
 }
+ROUNDS: Mapping[What, int] = {"step": 15, "checkpoint": 5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class BenchCommand:
         what: What to measure: `step`, the time and memory of a training step and of starting one; `checkpoint`, of
             saving and loading 1 GB and importing as much.
         parts: Which comparisons to make: `full_shard`, `replicated`, `tensor_parallel`, `model`, `memory`, `start` of
-            a step, `save`, `load_cold`, `load_warm`, `stall`, `background`, `memory`, `import` of a checkpoint. None:
-            all.
-        rounds: Interleaved rounds of each comparison.
+            a step, `save`, `load_cold`, `load_warm`, `stall`, `background`, `bytes`, `memory`, `import`, `plan` of a
+            checkpoint. None: all.
+        rounds: Interleaved rounds of each comparison. None: 15 of steps, 5 of checkpoints, which take 12 minutes.
         folder: Folder on the disk to measure, with 5 GB free; what it holds stays. None: that of temporary files.
         json: File to write all figures to; None: none.
         debug: Show the traceback of an error.
@@ -46,7 +46,7 @@ class BenchCommand:
 
     what: Annotated[What, tyro.conf.Positional]
     parts: tuple[str, ...] | None = None
-    rounds: int = 15
+    rounds: int | None = None
     folder: str | None = None
     json: str | None = None
     debug: bool = False
@@ -57,7 +57,7 @@ class BenchCommand:
         Raises:
             ValueError: If there is no such part, or too few rounds.
         """
-        if self.rounds < 2:
+        if self.num_rounds < 2:
             raise ValueError(f"rounds={self.rounds} must be at least 2, for there to be a spread")
         legal = ", ".join(PARTS[self.what])
         if self.parts == ():
@@ -65,6 +65,11 @@ class BenchCommand:
         unknown = [part for part in self.parts or () if part not in PARTS[self.what]]
         if unknown:
             raise ValueError(f"{self.what} has no parts {', '.join(unknown)}; legal: {legal}")
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of each comparison."""
+        return self.rounds if self.rounds is not None else ROUNDS[self.what]
 
     def measures(self, part: str) -> bool:
         """Whether a comparison is to be made."""
@@ -90,18 +95,18 @@ def bench_step(command: BenchCommand, console: Console) -> list[dict[str, object
     results: list[dict[str, object]] = []
     for part, (compare, num_processes) in comparisons.items():
         if command.measures(part):
-            comparison = run(compare, command.rounds, num_processes=num_processes, debug=command.debug)
+            comparison = run(compare, command.num_rounds, num_processes=num_processes, debug=command.debug)
             console.print(comparison.table())
             results.append(comparison.to_json())
     if command.measures("memory"):
         results.append(_bench_memory(console))
     if command.measures("start"):
-        results.append(_bench_start(command.rounds, console))
+        results.append(_bench_start(command.num_rounds, console))
     return results
 
 
 def bench_checkpoint(command: BenchCommand, console: Console) -> list[dict[str, object]]:
-    """Measures saving and loading with 1 and 2 ranks and prints a table for each comparison.
+    """Measures saving and loading with 1 and 2 ranks and prints a table for each comparison, and one of all aims.
 
     Args:
         command: What was asked for.
@@ -110,50 +115,8 @@ def bench_checkpoint(command: BenchCommand, console: Console) -> list[dict[str, 
     Returns:
         All figures, as JSON can hold them.
     """
-    comparisons: dict[str, Callable[[int, str], Comparison]] = {
-        "save": checkpoint.compare_save,
-        "load_cold": partial(checkpoint.compare_load, cold=True),
-        "load_warm": partial(checkpoint.compare_load, cold=False),
-        "stall": background.compare_stall,
-        "background": background.compare_training,
-    }
-    results: list[dict[str, object]] = []
-    with tempfile.TemporaryDirectory(dir=command.folder) as folder:
-        for num_ranks in (1, 2):
-            for part, compare in comparisons.items():
-                if command.measures(part):
-                    comparison = run(compare, command.rounds, folder, num_processes=num_ranks, debug=command.debug)
-                    console.print(comparison.table())
-                    results.append(comparison.to_json())
-                    if part == "background":
-                        results.append(_lost(comparison, console))
-            if command.measures("memory"):
-                added = run(checkpoint.memory_of_save_and_load, folder, num_processes=num_ranks, debug=command.debug)
-                listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in added.items())
-                console.print(f"memory beside the state, {num_ranks} ranks: {listed} (aim: <= 64 MiB)\n")
-                results.append({"ranks": num_ranks, "added_bytes": added})
-    return results + (_bench_import(command, console) if command.measures("import") else [])
-
-
-def _lost(comparison: Comparison, console: Console) -> dict[str, object]:
-    share = background.lost_share(comparison)
-    console.print(f"training lost to our save: {share:.2f} of what torch's costs (aim: <= {background.LOST_AIM:.2f})\n")
-    return {"lost_share": share}
-
-
-def _bench_import(command: BenchCommand, console: Console) -> list[dict[str, object]]:
-    results: list[dict[str, object]] = []
-    with tempfile.TemporaryDirectory(dir=command.folder) as folder:
-        path = str(Path(folder) / "hub")
-        run(hub.write_folder, path, num_processes=1, debug=command.debug)
-        for num_ranks in (1, 2):
-            for cold in (True, False):
-                comparison, memory = hub.compare_import(command.rounds, path, num_ranks, cold=cold)
-                console.print(comparison.table())
-                listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in memory.items())
-                console.print(f"peak memory of rank 0 beside its libraries: {listed} (aim: ours less)\n")
-                results.append(comparison.to_json() | {"peak_bytes": memory})
-    return results
+    parts = storage.PARTS if command.parts is None else command.parts
+    return bench_storage(parts, command.num_rounds, command.folder, console, debug=command.debug)
 
 
 def _bench_memory(console: Console) -> dict[str, object]:

@@ -11,13 +11,16 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from checkpoint import TrainState, load, save
+from checkpoint import BackgroundSaver, ShardReader, TrainState, load, save
+from checkpoint.boxes import chunk
+from checkpoint.reader import Slice
 from checkpoint.shard_file import memory_of
 from checkpoint.state import flatten
 from models.llama import Llama, LlamaConfig, llama_plan
 from parallel import ParallelConfig, build_mesh, materialize, parallelize
 from parallel.replicas import local_part
 from recipes.bench import raw_files
+from recipes.bench.aims import Aim
 from recipes.bench.rounds import Comparison, interleave
 from recipes.metrics import peak_bytes
 
@@ -26,6 +29,8 @@ MODEL = LlamaConfig(num_layers=21, width=576, num_heads=9, num_kv_heads=3, feed_
 TORCH, OURS = "torch, one thread", "ours"
 AIM = 0.5
 """Largest share of torch's time."""
+MEMORY_AIM = 64 << 20
+"""Most bytes of a rank."""
 
 
 def compare_save(num_rounds: int, folder: str) -> Comparison:
@@ -63,7 +68,7 @@ def compare_load(num_rounds: int, folder: str, cold: bool) -> Comparison:
     return Comparison(title=title, times_s=times_s, targets={OURS: AIM})
 
 
-def memory_of_save_and_load(folder: str) -> dict[str, int]:
+def memory_of_save_and_load(folder: str) -> list[Aim]:
     """Bytes that a save and a load add to the peak memory of rank 0.
 
     Args:
@@ -71,7 +76,54 @@ def memory_of_save_and_load(folder: str) -> dict[str, int]:
     """
     bench = SavedState(folder)
     bench.clear()
-    return {"save": _added(bench.save_ours), "load": _added(bench.load_ours)}
+    added = {"a save": _added(bench.save_ours), "a load": _added(bench.load_ours)}
+    with BackgroundSaver(bench.folder / "ours") as saver:
+        saver.save(bench.state)
+        saver.finish()
+        added["a save in the background after the first"] = _added(partial(saver.save, bench.state))
+    return [
+        Aim(
+            what=f"memory for {what} beside the state, {dist.get_world_size()} ranks",
+            value=num_bytes,
+            limit=MEMORY_AIM,
+            unit="bytes",
+        )
+        for what, num_bytes in added.items()
+    ]
+
+
+def bytes_moved(folder: str) -> list[Aim]:
+    """How evenly ranks write, and how little more than it needs a rank reads of a checkpoint of other shards.
+
+    Args:
+        folder: Where to write.
+    """
+    bench = SavedState(folder)
+    bench.clear()
+    path = save(bench.folder / "ours", bench.state)
+    dist.barrier()
+    reader = ShardReader(path)
+    written = [each.num_bytes for each in reader.manifest.files.values()]
+    slices = [
+        Slice(name, (first, *(0 for _ in tensor.shape[1:])), torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype))
+        for name, tensor in reader.manifest.tensors.items()
+        if tensor.shape
+        for first, rows in [chunk(tensor.shape[0], 3, 1)]
+    ]
+    reads = reader.prepare(slices)
+    needed, ranks = sum(each.out.nbytes for each in slices), f"{dist.get_world_size()} ranks"
+    return [
+        Aim(
+            what=f"bytes of the busiest of {ranks}, of the mean",
+            value=max(written) * len(written) / sum(written),
+            limit=1.05,
+        ),
+        Aim(
+            what=f"bytes read by one of 3 row shards from {ranks}, of its own",
+            value=reads.file_bytes / needed,
+            limit=1.05,
+        ),
+    ]
 
 
 def _added(action: Callable[[], object]) -> int:

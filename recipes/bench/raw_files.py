@@ -81,11 +81,39 @@ def read(path: Path, views: Views, num_threads: int) -> None:
     os.close(descriptor)
 
 
+def read_direct(path: Path, views: Views, num_threads: int) -> None:
+    """Some threads past the page cache, into pages that they copy from.
+
+    Args:
+        path: The file.
+        views: What to fill.
+        num_threads: Threads.
+    """
+    descriptor, chunks = os.open(path, os.O_RDONLY), list(_whole_chunks(views))
+    filesystem.set_direct(descriptor, True)
+
+    def work(first: int) -> None:
+        pages = mmap.mmap(-1, CHUNK_BYTES)
+        for index in range(first, len(chunks), num_threads):
+            os.preadv(descriptor, [pages], index * CHUNK_BYTES)
+            size = 0
+            for view in chunks[index]:
+                target = ctypes.addressof(ctypes.c_char.from_buffer(view))
+                ctypes.memmove(target, ctypes.addressof(ctypes.c_char.from_buffer(pages)) + size, len(view))
+                size += len(view)
+
+    _on_threads(work, num_threads)
+    os.close(descriptor)
+
+
 WRITES: dict[str, Action] = {
     "plain write": write_buffered,
     **{f"direct write, {n} threads": partial(write_direct, num_threads=n) for n in (2, 3)},
 }
-READS: dict[str, Action] = {f"plain read, {n} threads": partial(read, num_threads=n) for n in (1, 2)}
+READS: dict[str, Action] = {
+    **{f"plain read, {n} threads": partial(read, num_threads=n) for n in (1, 2)},
+    "direct read, 2 threads": partial(read_direct, num_threads=2),
+}
 
 
 def set_cached(folder: Path, cached: bool) -> None:

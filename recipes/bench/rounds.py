@@ -24,9 +24,18 @@ class Comparison:
     times_s: Mapping[str, list[float]]
     targets: Mapping[str, float]
 
-    def ratio(self, name: str) -> float:
-        """Median over rounds of a contender's time as a share of the reference's in the same round."""
-        reference = next(iter(self.times_s.values()))
+    def median_s(self, name: str) -> float:
+        """Median over rounds of a contender's time."""
+        return statistics.median(self.times_s[name])
+
+    def ratio(self, name: str, to: str | None = None) -> float:
+        """Median over rounds of a contender's time as a share of another's in the same round.
+
+        Args:
+            name: The contender.
+            to: The other one; None: the reference.
+        """
+        reference = self.times_s[next(iter(self.times_s)) if to is None else to]
         return statistics.median(mine / theirs for mine, theirs in zip(self.times_s[name], reference, strict=True))
 
     def table(self) -> Table:
