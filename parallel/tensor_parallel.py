@@ -191,7 +191,7 @@ def _copy_output(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
 
 
 def tie(model: nn.Module, tied: tuple[tuple[str, ...], ...]) -> None:
-    """Makes each group of names one parameter again, the one under the first name.
+    """Makes each group of names one parameter again: the one under the first name, or the first that is split.
 
     `parallelize_module` and `to_empty` make a parameter anew under each name that holds it, so tied ones
     come apart in silence.
@@ -200,8 +200,9 @@ def tie(model: nn.Module, tied: tuple[tuple[str, ...], ...]) -> None:
         model: The whole model.
         tied: Groups of parameter fqns.
     """
-    for first, *others in tied:
-        parameter = model.get_parameter(first)
-        for name in others:
+    for names in tied:
+        parameters = [model.get_parameter(name) for name in names]
+        parameter = next((each for each in parameters if isinstance(each, DTensor)), parameters[0])
+        for name in names:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, parameter)
