@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ def check_compiler(device_type: str) -> None:
             raise ValueError("compile needs triton on a GPU and it was not found; install it, or use compile=False")
 
 
-def apply_compile(model: nn.Module, blocks: Sequence[Block]) -> None:
+def apply_compile(model: nn.Module, blocks: Sequence[Block], options: dict[str, Any] | None = None) -> None:
     """Compiles the forward of each block as one graph.
 
     A block's forward is replaced rather than the block wrapped: no name changes, and hooks on the block, which gather
@@ -44,7 +45,8 @@ def apply_compile(model: nn.Module, blocks: Sequence[Block]) -> None:
     Args:
         model: The whole model, already split by tensor parallelism where that is in use.
         blocks: Its blocks.
+        options: What the compiler is told; None: nothing.
     """
     for block in blocks:
         module = model.get_submodule(block.fqn)
-        module.forward = torch.compile(module.forward, backend=BACKEND, fullgraph=True)
+        module.forward = torch.compile(module.forward, backend=BACKEND, fullgraph=True, options=options)

@@ -131,6 +131,7 @@ class ParallelConfig:
         activation_checkpoint_policy: With `selective`, which results of ops are kept: `every_second_matmul`,
             `matmuls`, `attention`, or a name that was added to `activation_checkpoint.POLICIES`.
         compile: Compile each block, through inductor. The first step then takes some ten seconds longer.
+        async_tp: Overlap the collectives of tp with matmuls, in compiled blocks on GPUs that read each other's memory.
         sharding: How parameters are grouped, gathered and kept; with fsdp1 and fsdp2 only.
         buckets: How gradients are sent; with ddp and zero1 only.
         reduce_gradients: When ranks sum gradients: after every micro-batch, or after the last, which sends less
@@ -156,6 +157,7 @@ class ParallelConfig:
     activation_checkpoint_every: int = 1
     activation_checkpoint_policy: str = "every_second_matmul"
     compile: bool = False
+    async_tp: bool = False
     sharding: Sharding = field(default_factory=Sharding)
     buckets: Buckets = field(default_factory=Buckets)
     reduce_gradients: ReduceGradients | None = None

@@ -26,6 +26,12 @@ def check_axes(config: "ParallelConfig") -> None:
             f"schedule={config.schedule!r} with schedule_file={config.schedule_file!r}: a file goes with "
             f"schedule={FROM_FILE!r}, which needs one"
         )
+    if config.async_tp and not (config.tp > 1 and config.sequence_parallel and config.compile):
+        raise ValueError(
+            f"async_tp=True overlaps what sequence_parallel sends over tp > 1 with matmuls of compiled blocks; tp is "
+            f"{config.tp}, sequence_parallel is {config.sequence_parallel}, compile is {config.compile}: set them, or "
+            "leave async_tp out"
+        )
     _check_pipeline(config)
     if config.cp > 1 and config.cp_method is None:
         raise ValueError(f"cp={config.cp} needs a cp_method; legal: {CONTEXT_PARALLEL_METHODS}")

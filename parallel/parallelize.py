@@ -6,6 +6,11 @@ import torch
 from torch import nn
 
 from parallel.activation_checkpoint import apply_activation_checkpointing, keeps_attention
+from parallel.async_tensor_parallel import (
+    OPTIONS,
+    check_async_tensor_parallel,
+    enable_async_tensor_parallel,
+)
 from parallel.backend import Backend
 from parallel.compile import apply_compile, check_compiler
 from parallel.config import ParallelConfig
@@ -13,6 +18,7 @@ from parallel.context_parallel import apply_context_parallel, check_context_para
 from parallel.data_parallel import OneProcessManyDevices
 from parallel.ddp import Ddp
 from parallel.expert_parallel import apply_expert_parallel, check_expert_parallel
+from parallel.float8 import apply_float8, check_float8
 from parallel.fsdp1 import Fsdp1
 from parallel.fsdp2 import FullyShard
 from parallel.layout import check_layout, resolve
@@ -73,6 +79,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
                 loss_parallel=resolved.loss_parallel,
             )
             tie(model, part.tied)
+        if resolved.async_tp:
+            enable_async_tensor_parallel(mesh.group("tp"))
         if resolved.cp_method is not None:
             apply_context_parallel(model, mesh["cp"], part, resolved.cp_method)
         if resolved.ep > 1:
@@ -90,6 +98,8 @@ def _check(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelP
     backend.check(mesh, config, plan)
     check_context_parallel(config, plan, mesh.device)
     check_loss_scale(model)
+    check_float8(model, plan.blocks, config, mesh.device)
+    check_async_tensor_parallel(config, mesh)
     check_expert_parallel(config, plan)
     _check_blocks(model, mesh, config, plan)
     if config.pp > 1:
@@ -143,8 +153,11 @@ def _apply_to_blocks(model: nn.Module, config: ParallelConfig, plan: ParallelPla
     # Full checkpointing has nothing to choose and goes around the compiled block: within it torch 2.13 fails under tp,
     # where it would have to keep a mesh for backward.
     compile_first = config.activation_checkpointing == "full"
+    if config.precision.float8:
+        apply_float8(model, plan.blocks)
+    options = OPTIONS if config.async_tp else None
     if config.compile and compile_first:
-        apply_compile(model, plan.blocks)
+        apply_compile(model, plan.blocks, options)
     apply_activation_checkpointing(
         model,
         plan.blocks,
@@ -153,7 +166,7 @@ def _apply_to_blocks(model: nn.Module, config: ParallelConfig, plan: ParallelPla
         policy=config.activation_checkpoint_policy,
     )
     if config.compile and not compile_first:
-        apply_compile(model, plan.blocks)
+        apply_compile(model, plan.blocks, options)
 
 
 def _check_values(model: nn.Module, mesh: Mesh) -> None:

@@ -51,12 +51,14 @@ class Precision:
             scaled, and steps whose gradients overflow are skipped.
         reduce: Dtype in which gradients are summed over ranks; `stored` keeps the parameters' own.
         output: Dtype of logits; `stored` leaves them as computed.
+        float8: Multiply the linear maps of blocks in float8, with compute bfloat16 on GPUs that have it.
         loss_scaling: How the loss is scaled, with compute float16 only.
     """
 
     compute: ComputeDtype = "stored"
     reduce: ComputeDtype = "stored"
     output: ComputeDtype = "stored"
+    float8: bool = False
     loss_scaling: LossScaling = field(default_factory=LossScaling)
 
     def __post_init__(self) -> None:
@@ -66,6 +68,11 @@ class Precision:
             ValueError: If a name is not one of the legal ones, or a field has no meaning.
         """
         check_choices(self)
+        if self.float8 and self.compute != "bfloat16":
+            raise ValueError(
+                f"float8=True multiplies what else is computed in bfloat16, but compute is {self.compute!r}; use "
+                "compute='bfloat16', or float8=False"
+            )
         if self.compute == "float16":
             return
         if self.reduce == "float16":

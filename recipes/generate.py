@@ -97,6 +97,7 @@ class GenerateCommand:
             cp_method=None,
             sequence_parallel=False,
             compile=False,
+            async_tp=False,
             activation_checkpointing="none",
             activation_checkpoint_every=1,
             activation_checkpoint_policy=ParallelConfig.activation_checkpoint_policy,
