@@ -1,16 +1,17 @@
 """What a layout makes of a model's parameters, as data: units, splits over `tp`, and what stays gathered."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import nn
 
 from parallel.config import ParallelConfig
+from parallel.expert_styles import EXPERT_DIMS
 from parallel.plan import ParallelPlan, TensorParallelStyle, Unit, matching
 from parallel.traits import TRAITS
-from parallel.units import choose_units, kept_unit
+from parallel.units import choose_units, kept_unit, with_expert_units
 
 # Along which dim `tp` splits weights of a style; a bias only along its first. Other styles split nothing.
 _SPLIT: Mapping[TensorParallelStyle, int] = {
@@ -20,6 +21,8 @@ _SPLIT: Mapping[TensorParallelStyle, int] = {
     "rowwise": 1,
     "weight_colwise": 0,
     "weight_rowwise": 1,
+    "partial_colwise": 0,
+    "partial_rowwise": 1,
 }
 
 ALIGNMENT_BYTES = 16
@@ -36,6 +39,7 @@ class ParameterSpec:
         dtype: Type in which it is stored.
         trainable: Whether it gets a gradient.
         tp_dim: Dim that `tp` splits; None: every rank of `tp` holds it whole.
+        ep: Ranks of `ep` that have a part of its first dim each, an expert or more.
     """
 
     fqn: str
@@ -43,6 +47,7 @@ class ParameterSpec:
     dtype: torch.dtype
     trainable: bool
     tp_dim: int | None
+    ep: int = 1
 
     def split(self, tp: int, tp_rank: int) -> tuple[int, ...]:
         """Shape of the part that one rank of `tp` holds before any other sharding; the last ones may hold less.
@@ -51,10 +56,11 @@ class ParameterSpec:
             tp: Ranks that share the matrix.
             tp_rank: The rank among them.
         """
+        shape = (self.shape[0] // self.ep, *self.shape[1:])
         if self.tp_dim is None:
-            return self.shape
-        size = part(self.shape[self.tp_dim], tp, tp_rank)
-        return (*self.shape[: self.tp_dim], size, *self.shape[self.tp_dim + 1 :])
+            return shape
+        size = part(shape[self.tp_dim], tp, tp_rank)
+        return (*shape[: self.tp_dim], size, *shape[self.tp_dim + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +111,15 @@ def model_parts(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) ->
     Raises:
         ValueError: If the layout has an axis whose traffic the ledger does not know.
     """
-    unknown = [f"{axis}={getattr(config, axis)}" for axis in ("pp", "ep") if getattr(config, axis) > 1]
+    unknown = [f"{axis}={getattr(config, axis)}" for axis in ("pp",) if getattr(config, axis) > 1]
     if unknown:
-        raise ValueError(f"the ledger knows the axes of data, cp and tp; it cannot predict {', '.join(unknown)} yet")
+        raise ValueError(
+            f"the ledger knows the axes of data, cp, tp and ep; it cannot predict {', '.join(unknown)} yet"
+        )
     flattens = TRAITS[config.data_parallel].flattens
     chosen = choose_units(model, plan, config.sharding)
+    if config.ep > 1:
+        chosen = with_expert_units(model, plan, chosen)
     # A flattened unit is one module; what is in others is left to the unit around them.
     units = [unit for unit in chosen if len(unit.modules) == 1 or not flattens]
     aliases = {name for names in plan.tied for name in names[1:]}
@@ -118,8 +128,10 @@ def model_parts(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) ->
     members: list[list[ParameterSpec]] = [[] for _ in (*units, "root")]
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         if fqn not in aliases:
+            within = _innermost_unit(fqn, units)
+            is_split = within < len(units) and units[within].view == "expert_fsdp"
             spec = _parameter_spec(fqn, parameter, styles.get(fqn.rpartition(".")[0]))
-            members[_innermost_unit(fqn, units)].append(spec)
+            members[within].append(replace(spec, ep=config.ep) if is_split else spec)
     kept = kept_unit(chosen, config.sharding)
     specs = [_unit_spec(unit, own, unit is kept, config) for unit, own in zip(units, members, strict=False)]
     # The root is needed again as soon as backward starts.
@@ -129,6 +141,8 @@ def model_parts(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) ->
 
 def _parameter_spec(fqn: str, parameter: nn.Parameter, style: TensorParallelStyle | None) -> ParameterSpec:
     tp_dim = _SPLIT.get(style) if style is not None else None
+    if style == "experts":
+        tp_dim = EXPERT_DIMS[fqn.rpartition(".")[2]]
     return ParameterSpec(
         fqn=fqn,
         shape=tuple(parameter.shape),
@@ -187,9 +201,33 @@ def unit_elements(parameters: Sequence[ParameterSpec], config: ParallelConfig, t
     """
     shapes = [parameter.split(config.tp, tp_rank) for parameter in parameters]
     if not TRAITS[config.data_parallel].flattens:
-        return sum(padded(shape, num_shards(config)) for shape in shapes)
+        return sum(sent_elements(each, config, tp_rank) for each in parameters)
     end = flat_ranges(parameters, config, tp_rank)[-1].stop if shapes else 0
     return padded((end,), num_shards(config))
+
+
+def sent_elements(parameter: ParameterSpec, config: ParallelConfig, tp_rank: int) -> int:
+    """Elements that ranks gather of a parameter, with what fills up its rows.
+
+    Args:
+        parameter: Which.
+        config: The layout with every degree resolved.
+        tp_rank: Place of the rank along `tp`.
+    """
+    shape, shards = parameter.split(config.tp, tp_rank), num_shards(config) // parameter.ep
+    return prod(shape) if splits_columns(parameter, config, tp_rank) else padded(shape, shards)
+
+
+def splits_columns(parameter: ParameterSpec, config: ParallelConfig, tp_rank: int) -> bool:
+    """Whether the second dim is sharded: that of experts which are too few for their ranks.
+
+    Args:
+        parameter: Which.
+        config: The layout with every degree resolved.
+        tp_rank: Place of the rank along `tp`.
+    """
+    shape, shards = parameter.split(config.tp, tp_rank), num_shards(config) // parameter.ep
+    return parameter.ep > 1 and shape[0] % shards > 0 and shape[1] % shards == 0
 
 
 def flat_ranges(parameters: Sequence[ParameterSpec], config: ParallelConfig, tp_rank: int) -> list[range]:

@@ -14,6 +14,7 @@ from parallel.ledger.parts import (
     is_unit_based,
     num_shards,
     part,
+    splits_columns,
     unit_elements,
 )
 from parallel.traits import TRAITS
@@ -66,7 +67,8 @@ def _stored(parameters: Sequence[ParameterSpec], config: ParallelConfig, coordin
     """Bytes of a rank's shard of a unit, filled up to the largest one."""
     if not parameters:
         return 0
-    return unit_elements(parameters, config, coordinates["tp"]) // num_shards(config) * parameters[0].dtype.itemsize
+    shards = num_shards(config) // parameters[0].ep
+    return unit_elements(parameters, config, coordinates["tp"]) // shards * parameters[0].dtype.itemsize
 
 
 def _adam(parameters: Sequence[ParameterSpec], config: ParallelConfig, coordinates: Mapping[str, int]) -> int:
@@ -84,7 +86,10 @@ def _adam(parameters: Sequence[ParameterSpec], config: ParallelConfig, coordinat
 
 def _in_own_rows(parameter: ParameterSpec, config: ParallelConfig, coordinates: Mapping[str, int]) -> int:
     local = parameter.split(config.tp, coordinates["tp"])
-    ranks, rank = num_shards(config), coordinates["fsdp"]
+    # Neighbours along fsdp share the experts.
+    ranks, rank = num_shards(config) // parameter.ep, coordinates["fsdp"] // parameter.ep
+    if splits_columns(parameter, config, coordinates["tp"]):
+        return prod(local) // ranks
     if TRAITS[config.data_parallel].splits_optimizer_rows:
         ranks, rank = config.dp_replicate * config.cp, coordinates["loss"]
     return part(local[0], ranks, rank) * prod(local[1:])
@@ -109,7 +114,8 @@ def _gathered(parts: ModelParts, coordinates: Mapping[str, int]) -> int:
     total = 0
     for unit in parts.units:
         # Resharding to a group leaves each of its ranks a part of what it gathers again.
-        group = config.sharding.reshard_group if unit.gathered_again else None
+        regroups = unit.gathered_again and not any(each.ep > 1 for each in unit.parameters)
+        group = config.sharding.reshard_group if regroups else None
         if unit.parameters and (unit.kept or group is not None):
             dtype = config.precision.compute_dtype or unit.parameters[0].dtype
             total += unit_elements(unit.parameters, config, coordinates["tp"]) // (group or 1) * dtype.itemsize

@@ -10,7 +10,7 @@ import torch
 from parallel.collective_ops import Kind
 from parallel.config import ParallelConfig
 from parallel.counter import Collective, Phase
-from parallel.mesh import AXES, VIEWS
+from parallel.mesh import AXES, EXPERT_VIEWS, VIEWS
 
 Traffic = Counter[tuple[Kind, str, Phase]]
 """Payload in bytes by kind, view of the mesh, and phase."""
@@ -57,12 +57,29 @@ def channel(config: ParallelConfig, kind: Kind, view: str, phase: Phase) -> Chan
         view: Any view of the mesh.
         phase: When.
     """
-    axes = [axis for axis in AXES if axis in VIEWS[view] and getattr(config, axis) > 1]
-    twins = (
-        name for name in VIEWS if [axis for axis in AXES if axis in VIEWS[name] and getattr(config, axis) > 1] == axes
-    )
-    ranks = prod(getattr(config, axis) for axis in axes)
-    return Channel(kind=kind, view=next(twins), ranks=ranks, phase=phase)
+    spans = _spans(config, view)
+    twin = next(name for name in (*VIEWS, *EXPERT_VIEWS) if _spans(config, name) == spans)
+    return Channel(kind=kind, view=twin, ranks=prod(size for _, size in spans), phase=phase)
+
+
+def _spans(config: ParallelConfig, view: str) -> list[tuple[int, int]]:
+    """How far apart neighbours in a view are, and how many: for each stretch of it that is even, outermost first."""
+    stride, spans = 1, list[tuple[int, int]]()
+    for axis in reversed(AXES):
+        size = getattr(config, axis)
+        if axis in VIEWS.get(view, VIEWS["fsdp"]):
+            spans.insert(0, (stride, size))
+        stride *= size
+    if view in EXPERT_VIEWS:
+        inner, ranks = spans[-1][0], prod(size for _, size in spans)
+        spans = [(inner, config.ep)] if view == "ep" else [(inner * config.ep, ranks // config.ep)]
+    even: list[tuple[int, int]] = []
+    for stride, size in spans:
+        if even and even[-1][0] == stride * size:
+            even[-1] = (stride, even[-1][1] * size)
+        elif size > 1:
+            even.append((stride, size))
+    return even
 
 
 def elements(

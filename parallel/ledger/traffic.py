@@ -7,7 +7,8 @@ from math import prod
 from parallel.gradients import SHARDING_VIEWS
 from parallel.ledger.parts import ModelParts
 from parallel.ledger.term import Channel, Term, channel
-from parallel.ledger.traffic_of_context_parallel import context_parallel_terms
+from parallel.ledger.traffic_of_context_parallel import context_parallel_terms, whole_row_terms
+from parallel.ledger.traffic_of_expert_parallel import expert_parallel_terms
 from parallel.ledger.traffic_of_parameters import parameter_terms
 from parallel.ledger.traffic_of_tensor_parallel import tensor_parallel_terms
 from parallel.mesh import AXES, VIEWS
@@ -23,18 +24,22 @@ class StepShape:
         num_micro_batches: Its micro-batches.
         num_tokens: Tokens of all of them, ignored ones too; ranks that share sequences have the same ones.
         clips: Whether the gradient norm is measured.
+        num_rows: Rows of its micro-batches, which layers that look at whole rows tell each other of under cp. None: not
+            known, which will do for other models.
     """
 
     num_micro_batches: int
     num_tokens: int
     clips: bool
+    num_rows: int | None = None
 
 
 def predict_traffic(parts: ModelParts, step: StepShape, tp_rank: int = 0) -> tuple[Term, ...]:
     """What one rank sends in a step: forward, backward, clipping and the optimizer.
 
     Terms add up to the byte to what `CollectiveCounter` counts, see `traffic` and `counted_traffic`. DDP's first
-    two steps, which agree on the order of buckets, send more.
+    two steps, which agree on the order of buckets, send more. What rows of experts send is exact for the ranks of `ep`
+    together.
 
     Args:
         parts: The model in its layout.
@@ -50,6 +55,8 @@ def predict_traffic(parts: ModelParts, step: StepShape, tp_rank: int = 0) -> tup
             *parameter_terms(parts, step.num_micro_batches, tp_rank),
             *tensor_parallel_terms(parts, step.num_micro_batches, num_own_tokens),
             *context_parallel_terms(parts, num_own_tokens),
+            *whole_row_terms(parts, step.num_rows, num_own_tokens),
+            *expert_parallel_terms(parts, step.num_micro_batches, num_own_tokens),
             *(_norm(parts) if step.clips else ()),
         )
         if term.channel.ranks > 1 and term.payload_bytes

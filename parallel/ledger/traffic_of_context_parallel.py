@@ -7,8 +7,12 @@ import torch
 from parallel.activation_checkpoint import GATHERS, POLICIES
 from parallel.collective_ops import Kind
 from parallel.context_parallel import sent_kv_heads
+from parallel.counter import Phase
 from parallel.ledger.parts import ModelParts
 from parallel.ledger.term import Term, channel
+from parallel.plan import Block
+
+INT64 = 8
 
 
 def context_parallel_terms(parts: ModelParts, num_tokens: int) -> Iterator[Term]:
@@ -47,6 +51,37 @@ def context_parallel_terms(parts: ModelParts, num_tokens: int) -> Iterator[Term]
     kind = "reduce_scatter" if config.cp_method == "allgather" else kind
     gradients = channel(config, kind, "cp", "backward")
     yield Term(name="gradients of keys and values", channel=gradients, payload_bytes=blocks * forward)
+
+
+def whole_row_terms(parts: ModelParts, num_rows: int | None, num_tokens: int) -> Iterator[Term]:
+    """Terms of layers with experts that look at whole rows: their load for a balance loss, and choices for a capacity.
+
+    Args:
+        parts: The model in its layout.
+        num_rows: Rows of all micro-batches.
+        num_tokens: Tokens of a rank's parts of them.
+
+    Raises:
+        ValueError: If the rows are not known and matter.
+    """
+    config, shape = parts.config, parts.plan.shape
+    if config.cp == 1:
+        return
+    layers: dict[Phase, list[Block]] = {"forward": [block for block in parts.plan.blocks if block.has_experts]}
+    every = config.activation_checkpoint_every
+    is_again = config.activation_checkpointing != "none"
+    layers["backward"] = [block for block in parts.plan.blocks[::every] if block.has_experts and is_again]
+    for phase, blocks in layers.items():
+        over, gather = (channel(config, kind, "cp", phase) for kind in ("all_reduce", "all_gather"))
+        adding = sum(block.adds_loss for block in blocks)
+        if adding and num_rows is None:
+            raise ValueError("layers with a balance loss tell each other of each row under cp; give num_rows")
+        yield Term(
+            name="load of rows", channel=over, payload_bytes=adding * (num_rows or 0) * shape.num_experts * INT64
+        )
+        if parts.plan.of_whole_rows:
+            choices = num_tokens * config.cp * shape.num_experts_per_token * INT64
+            yield Term(name="choices of whole rows", channel=gather, payload_bytes=len(blocks) * choices)
 
 
 def _blocks_again(parts: ModelParts) -> int:

@@ -46,15 +46,19 @@ def _gathers(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterator[T
     """A unit is gathered for its forward, and for its backward too where it was freed between them."""
     if config.resolved_strategy == "no_shard":
         return
-    forward = channel(config, "all_gather", "fsdp", "forward")
+    view = _view(unit.parameters)
+    forward = channel(config, "all_gather", view, "forward")
     dtype = config.precision.compute_dtype
     yield from _together("parameters", forward, unit.parameters, config, tp_rank, dtype)
     if config.resolved_strategy not in ("full_shard", "hybrid_shard"):
         return
-    backward = channel(config, "all_gather", "fsdp", "backward")
-    if config.sharding.reshard_group:
-        # Its ranks are no view of the mesh.
-        backward = replace(backward, view="other", ranks=config.sharding.reshard_group)
+    backward = channel(config, "all_gather", view, "backward")
+    if config.sharding.reshard_group and view == "fsdp":
+        group = config.sharding.reshard_group
+        # Neighbours along fsdp, which are no view of the mesh unless they share experts.
+        backward = replace(backward, view="other", ranks=group)
+        if group == config.ep:
+            backward = channel(config, "all_gather", "ep", "backward")
     again = list(_together("parameters again", backward, unit.parameters, config, tp_rank, dtype))
     yield from again
     if not unit.gathered_again:
@@ -66,7 +70,7 @@ def _gathers(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterator[T
 def _reductions(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterator[Term]:
     """Gradients are summed over the ranks that share a unit, and each rank's part over the replicas."""
     is_whole = config.resolved_strategy == "no_shard"
-    scatter = channel(config, "reduce_scatter", "fsdp", "backward")
+    scatter = channel(config, "reduce_scatter", _view(unit.parameters), "backward")
     replicas = channel(config, "all_reduce", "loss" if is_whole else "dp_replicate", "backward")
     parameters = [each for each in unit.parameters if each.trainable]
     if parameters and TRAITS[config.data_parallel].flattens:
@@ -75,7 +79,12 @@ def _reductions(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterato
     if not is_whole:
         yield from _together("gradients", scatter, parameters, config, tp_rank, dtype)
     for term in _together("gradients over replicas", replicas, parameters, config, tp_rank, dtype):
-        yield replace(term, payload_bytes=term.payload_bytes // num_shards(config))
+        yield replace(term, payload_bytes=term.payload_bytes // (num_shards(config) // parameters[0].ep))
+
+
+def _view(parameters: Sequence[ParameterSpec]) -> str:
+    """Who shards the parameters of a unit."""
+    return "expert_fsdp" if parameters and parameters[0].ep > 1 else "fsdp"
 
 
 def _together(

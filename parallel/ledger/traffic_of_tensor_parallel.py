@@ -10,10 +10,10 @@ from parallel.ledger.parts import ModelParts, num_reductions
 from parallel.ledger.term import Term, channel
 from parallel.plan import TensorParallelStyle
 
-READERS: tuple[TensorParallelStyle, ...] = ("gather_input", "head")
+READERS: tuple[TensorParallelStyle, ...] = ("gather_input", "head", "expert_layer")
 """Styles that need the whole residual stream."""
 
-WRITERS: tuple[TensorParallelStyle, ...] = ("embedding", "rowwise")
+WRITERS: tuple[TensorParallelStyle, ...] = ("embedding", "rowwise", "expert_layer")
 """Styles whose outputs are partial sums of it."""
 
 
@@ -30,6 +30,7 @@ def tensor_parallel_terms(parts: ModelParts, num_micro_batches: int, num_tokens:
     yield from _activations(parts, num_tokens)
     yield from _loss(parts, num_tokens)
     yield from _norms(parts, num_micro_batches)
+    yield from _routers(parts, num_tokens)
 
 
 def _activations(parts: ModelParts, num_tokens: int) -> Iterator[Term]:
@@ -113,6 +114,15 @@ def _norms(parts: ModelParts, num_micro_batches: int) -> Iterator[Term]:
             dtype = wide or precision.compute_dtype or each.dtype
             payload = times * prod(each.shape) * dtype.itemsize
             yield Term(name="gradients of norms", channel=over, payload_bytes=payload)
+
+
+def _routers(parts: ModelParts, num_tokens: int) -> Iterator[Term]:
+    """What comes back to the weights of each token's experts is a partial sum, as each rank has a part of each."""
+    over = channel(parts.config, "all_reduce", "tp", "backward")
+    itemsize = max(_compute_dtype(parts).itemsize, torch.float32.itemsize)
+    payload = num_tokens * parts.plan.shape.num_experts_per_token * itemsize
+    for _ in range(_count(parts, ["router"])):
+        yield Term(name="gradients of routing weights", channel=over, payload_bytes=payload)
 
 
 def _compute_dtype(parts: ModelParts) -> torch.dtype:

@@ -81,6 +81,7 @@ class Run:
             num_micro_batches=len(micro_batches),
             num_tokens=sum(each.tokens.numel() for each in micro_batches),
             clips=True,
+            num_rows=sum(len(each.tokens) for each in micro_batches),
         )
         predicted = predict_traffic(self.parts, shape, self.trained.mesh.coordinate("tp"))
         recorder = StepRecorder(self.trained)

@@ -34,6 +34,7 @@ class MoeRun:
     losses: list[float]
     norms: list[float]
     loads: list[Any]
+    dropped: list[Any]
     parameters: dict[str, Tensor]
 
 
@@ -68,11 +69,12 @@ def train(
     """Trains one of `MODELS` from its seed."""
     trained = build(config, model)
     optimizer = trained.build_optimizer(optimizer_factory)
-    losses, norms, loads = [], [], []
+    losses, norms, loads, dropped = [], [], [], []
     for step in range(steps):
         result = trained.forward_backward(batches(trained.mesh, step, num_micro_batches))
         losses.append(result.loss)
         loads.append(result.expert_load)
+        dropped.append(result.num_dropped)
         norms.append(trained.clip_gradients(0.5).item())
         optimizer.step()
-    return MoeRun(losses, norms, loads, whole_parameters(trained))
+    return MoeRun(losses, norms, loads, dropped, whole_parameters(trained))

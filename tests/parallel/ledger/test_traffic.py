@@ -1,5 +1,6 @@
 """Every collective of a step equals what the ledger predicts, to the byte, over layouts, models and precisions."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -41,7 +42,10 @@ def step(trained: Trained, model: nn.Module, num_micro_batches: int) -> tuple[Tr
     optimizer = trained.build_optimizer(adamw)
     parts = model_parts(model, trained.config, trained.plan)
     shape = StepShape(
-        num_micro_batches=num_micro_batches, num_tokens=sum(each.tokens.numel() for each in mine), clips=True
+        num_micro_batches=num_micro_batches,
+        num_tokens=sum(each.tokens.numel() for each in mine),
+        clips=True,
+        num_rows=sum(len(each.tokens) for each in mine),
     )
     predicted = predict_traffic(parts, shape, trained.mesh.coordinate("tp"))
     # In the first three steps DDP agrees on the order of its buckets.
@@ -158,7 +162,7 @@ BIASED = small_moe.MODELS["sigmoid, loss, bias, shared, dense"]
 def of_experts(fields: dict[str, Any], model: dict[str, Any]) -> Any:
     trained = small_moe.build(ParallelConfig(**fields), model, dtype=torch.float32)
     with torch.device("meta"):
-        whole_model = Moe(MoeConfig(**model))
+        whole_model = Moe(MoeConfig(**{"num_layers": 2, **model}))
     return step(trained, whole_model, 2)
 
 
@@ -172,6 +176,52 @@ def test_what_ranks_tell_each_other_of_experts_is_predicted_too(fields: dict[str
         # Two of three layers have experts.
         assert [term.payload_bytes for term in terms if term.name == "expert load"] == [2 * MoeConfig().num_experts * 8]
         assert traffic(terms) == counted
+
+
+FAST_EP_CASES = ("ep 2 x expert_fsdp 2", "ep x tp", "one expert on two ranks")
+EP_CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "ep 2 x expert_fsdp 2": (4, {"ep": 2}, BIASED),
+    "ep that is all of fsdp, reduced last": (2, {"ep": 2, "reduce_gradients": "last"}, BIASED),
+    "ep that is cp, in bf16": (4, {"cp": 2, "cp_method": "allgather", "ep": 2, "precision": BF16}, BIASED),
+    "cp that drops, recomputed": (
+        2,
+        {"cp": 2, "cp_method": "ring", "activation_checkpointing": "full"},
+        BIASED | {"capacity_factor": 0.8},
+    ),
+    "hybrid_shard x ep": (4, HYBRID | {"ep": 2}, BIASED),
+    "ep x tp": (4, {"dp_shard": 2, "tp": 2, "ep": 2, "precision": BF16}, BIASED),
+    "ep x tp without sequence parallel": (4, {"dp_shard": 2, "tp": 2, "ep": 2, "sequence_parallel": False}, BIASED),
+    "tp alone": (2, {"tp": 2}, BIASED),
+    "shard_grad_op, recomputed": (
+        4,
+        {"ep": 2, "strategy": "shard_grad_op", "activation_checkpointing": "full"},
+        BIASED,
+    ),
+    "ep x tp, selectively recomputed": (
+        4,
+        {"dp_shard": 2, "tp": 2, "ep": 2, "activation_checkpointing": "selective"},
+        {},
+    ),
+    "one expert on two ranks": (4, {"ep": 2}, {"num_experts": 2, "num_experts_per_token": 1}),
+    "three experts on two ranks": (4, {"ep": 2}, {"num_experts": 6}),
+    "others kept by pairs": (4, {"ep": 2, "sharding": Sharding(reshard_group=2)}, BIASED),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in FAST_EP_CASES else [pytest.mark.slow]) for name in EP_CASES],
+)
+def test_what_experts_send_is_exact_for_the_ranks_that_share_them_together(name: str) -> None:
+    world_size, fields, model = EP_CASES[name]
+    counted: Traffic = Counter()
+    predicted: Traffic = Counter()
+    for each, terms in run_ranks(world_size, of_experts, fields, model):
+        counted, predicted = counted + each, predicted + traffic(terms)
+        if "ep" in fields:
+            # Each rank's own rows are known, whoever gets them.
+            assert any(term.name == "rows to their experts" for term in terms)
+    assert predicted == counted
 
 
 FROZEN = ("embed.weight", "blocks.0.attention.q_proj.weight", "norm.weight", "head.weight")
