@@ -12,7 +12,8 @@ class Form:
     """A formula and what it gives.
 
     Attributes:
-        text: With P for the model's parameters, N for the ranks that share one copy, R for replicas, t for `tp`.
+        text: With P for the model's parameters, N for the ranks that share one copy, R for replicas, t for `tp`; where
+            ep splits experts E for theirs among P, and e for `ep`.
         num_bytes: Its value.
     """
 
@@ -36,8 +37,13 @@ def traffic_form(parts: ModelParts) -> Form:
     total = 0.0
     if shards > 1:
         times = 3 if config.resolved_strategy in ("full_shard", "hybrid_shard") else 2
-        words.append(f"{times * itemsize}P(N-1)/N")
-        total += times * itemsize * size * (shards - 1) / shards
+        experts, ep = _experts(parts), config.ep
+        words.append(f"{times * itemsize}{'(P-E)' if experts else 'P'}(N-1)/N")
+        total += times * itemsize * (size - experts) * (shards - 1) / shards
+        if experts:
+            # A rank gathers its own experts from those that hold the same.
+            words.append(f"{times * itemsize}(E/e)(N/e-1)/(N/e)")
+            total += times * itemsize * experts / ep * (shards // ep - 1) / (shards // ep)
     if replicas > 1:
         times = 3 if traits.splits_optimizer_rows else 2
         words.append(f"{times * itemsize}P(R-1)/R" if shards == 1 else f"{times * itemsize}(P/N)(R-1)/R")
@@ -74,7 +80,12 @@ def state_forms(parts: ModelParts) -> tuple[Form, Form, Form]:
 
 def _parameters(parts: ModelParts) -> int:
     """Elements of one copy that the ranks of a `tp` group have between them, by rank 0's share."""
-    return sum(prod(each.split(parts.config.tp, 0)) for each in parts.parameters)
+    return sum(prod(each.split(parts.config.tp, 0)) * each.ep for each in parts.parameters)
+
+
+def _experts(parts: ModelParts) -> int:
+    """Those of them that ep splits."""
+    return sum(prod(each.split(parts.config.tp, 0)) * each.ep for each in parts.parameters if each.ep > 1)
 
 
 def _itemsize(parts: ModelParts) -> int:

@@ -4,16 +4,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from models.llama.config import LlamaConfig
 from models.llama.model import Llama
 from models.llama.plan import llama_plan
-from parallel import ParallelConfig, Precision, Sharding
+from models.moe import Moe, MoeConfig
+from parallel import ParallelConfig, Precision, Sharding, Trained
 from parallel.layout import resolve
 from parallel.ledger.live import LiveMeter
 from parallel.ledger.parts import model_parts
 from parallel.ledger.states import Moments, predict_states
 from parallel.ledger.textbook import state_forms
+from tests.models.moe import small_moe
 from tests.parallel.small_model import adamw, batches, build
 from tests.ranks import run_ranks
 
@@ -25,10 +28,22 @@ def measured(fields: dict[str, Any], model: dict[str, Any]) -> tuple[Moments, Mo
     """What this rank holds, and what was predicted."""
     config = LlamaConfig(**{"num_layers": 2, **model})
     trained = build(ParallelConfig(**fields), config, dtype=torch.float32)
-    optimizer = trained.build_optimizer(adamw)
-    mine = batches(trained.mesh, 0)
     with torch.device("meta"):
         whole = Llama(config)
+    return moments(trained, whole)
+
+
+def measured_experts(fields: dict[str, Any], model: dict[str, Any]) -> tuple[Moments, Moments]:
+    """The same of a model with experts."""
+    trained = small_moe.build(ParallelConfig(**fields), model, dtype=torch.float32)
+    with torch.device("meta"):
+        whole = Moe(MoeConfig(**{"num_layers": 2, **model}))
+    return moments(trained, whole)
+
+
+def moments(trained: Trained, whole: nn.Module) -> tuple[Moments, Moments]:
+    """What this rank holds in a step, and what was predicted."""
+    mine, optimizer = batches(trained.mesh, 0), trained.build_optimizer(adamw)
     parts = model_parts(whole, trained.config, trained.plan)
     predicted = predict_states(parts, {view: trained.mesh.coordinate(view) for view in VIEWS})
     trained.forward_backward(mine)
@@ -74,6 +89,25 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "fsdp1 x tp": (4, FSDP1 | {"dp_shard": 2, "tp": 2}, {"vocab_size": 261}),
     "one process": (1, {"data_parallel": "none", "precision": BF16}, {}),
 }
+
+
+EP_CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "three experts on two ranks": (4, {"ep": 2}, {"num_experts": 6}),
+    "one expert on two ranks, kept, in bf16": (
+        4,
+        {"ep": 2, "strategy": "shard_grad_op", "precision": BF16},
+        {"num_experts": 2, "num_experts_per_token": 1},
+    ),
+    "ep x tp": (4, {"dp_shard": 2, "ep": 2, "tp": 2}, {"shared_expert_width": 24}),
+    "others kept by pairs": (4, {"ep": 2, "sharding": Sharding(reshard_group=2)}, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EP_CASES)
+def test_predicted_states_of_experts_equal_the_measured_ones(name: str) -> None:
+    for found, predicted in run_ranks(EP_CASES[name][0], measured_experts, *EP_CASES[name][1:]):
+        assert found == predicted
 
 
 @pytest.mark.parametrize("name", CASES)

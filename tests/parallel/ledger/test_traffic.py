@@ -10,7 +10,7 @@ from torch import nn
 from models.llama.config import LlamaConfig
 from models.llama.model import Llama
 from models.llama.plan import llama_plan
-from models.moe import Moe, MoeConfig
+from models.moe import Moe, MoeConfig, moe_plan
 from parallel import Buckets, CollectiveCounter, ParallelConfig, Precision, Sharding, Trained
 from parallel.layout import resolve
 from parallel.ledger.parts import model_parts
@@ -265,6 +265,24 @@ def wire_bytes(name: str) -> tuple[float, float]:
 )
 def test_the_terms_that_textbooks_know_add_up_to_their_figures(name: str, ideal: float) -> None:
     assert wire_bytes(name) == pytest.approx((ideal, ideal), rel=1e-12)
+
+
+def test_experts_that_ranks_share_are_gathered_from_fewer_of_them() -> None:
+    config = ParallelConfig(dp_shard=8, ep=2)
+    model_config = MoeConfig(num_layers=2)
+    with torch.device("meta"):
+        parts = model_parts(Moe(model_config), config, moe_plan(model_config))
+    experts = 2 * 3 * model_config.num_experts * model_config.width * model_config.expert_width
+    form = traffic_form(parts)
+    assert form.text == "12(P-E)(N-1)/N + 12(E/e)(N/e-1)/(N/e)"
+    others = model_config.num_parameters - experts
+    assert form.num_bytes == pytest.approx(12 * (others * 7 / 8 + experts / 2 * 3 / 4), rel=1e-12)
+    terms = predict_traffic(parts, StepShape(num_micro_batches=1, num_tokens=64, clips=True))
+    known = {"parameters", "parameters again", "gradients"}
+    sent = [
+        ring_bytes(each.channel.kind, each.payload_bytes, each.channel.ranks) for each in terms if each.name in known
+    ]
+    assert sum(sent) == pytest.approx(form.num_bytes, rel=1e-12)
 
 
 def test_a_central_gather_grows_with_the_ranks_where_a_ring_does_not() -> None:
