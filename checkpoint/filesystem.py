@@ -123,9 +123,11 @@ def make_folders(path: Path) -> None:
     """Makes a folder with all that lead to it, each on disk before the next, or finds them there."""
     if not path.is_dir():
         make_folders(path.parent)
-        # Another process may be faster; a file of that name fails what comes next.
+        # Another process may be faster.
         with suppress(FileExistsError):
             make_folder(path)
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{path} is a file; name another folder")
         sync_folder(path.parent)
 
 

@@ -16,7 +16,7 @@ from checkpoint.sources import CheckpointSource
 from models.layers.lora import ADAPTER, LoraConfig, is_of_adapter
 from models.registry import hub_format
 from recipes.adapters import base_path
-from recipes.hub import hub_names, hub_source
+from recipes.hub import hub_names, hub_source, tokenizer_files
 from recipes.structure import from_json
 
 
@@ -86,6 +86,8 @@ def export_hub(
 ) -> Path:
     """Makes a Hugging Face folder of a checkpoint, of which a few MiB are in memory at a time; adapters are merged.
 
+    The recipe's tokenizer comes with it, where that is one of files.
+
     Args:
         checkpoint: One checkpoint, which holds its recipe.
         path: The new folder.
@@ -99,9 +101,17 @@ def export_hub(
         OSError: If a file cannot be read or written.
     """
     source = model_source(checkpoint)
-    model = from_json(CheckpointSource(checkpoint).header.recipe).model
+    recipe = from_json(CheckpointSource(checkpoint).header.recipe)
+    model = recipe.model
     config: dict[str, Any] = hub_format(model).to_config(model)
     names = hub_names(model)
     return convert_to_hub(
-        path, source, config, names.places(None), dtype=dtype, max_file_bytes=max_file_bytes, progress=progress
+        path,
+        source,
+        config,
+        names.places(None),
+        dtype=dtype,
+        max_file_bytes=max_file_bytes,
+        beside=tokenizer_files(recipe),
+        progress=progress,
     )

@@ -32,9 +32,20 @@ class FolderLock:
             ValueError: If another run is in there.
             OSError: If the folder cannot be written.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        folder = str(self._path.parent)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise OSError(error.errno, f"{folder!r} is a file, or lies in one; name another output.folder") from error
         with ExitStack() as stack:
-            file = stack.enter_context(self._path.open("a+"))
+            try:
+                file = stack.enter_context(self._path.open("a+"))
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"{folder!r} takes no file {LOCK_NAME}, which keeps other runs out ({error.strerror}); make it "
+                    "writable, or name another output.folder",
+                ) from error
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -68,4 +79,10 @@ class FolderLock:
             )
 
     def _read_owner(self) -> str:
-        return self._path.read_text(errors="replace")[:200].strip()
+        try:
+            return self._path.read_text(errors="replace")[:200].strip()
+        except FileNotFoundError as error:
+            raise OSError(
+                error.errno,
+                f"{str(self._path.parent)!r} or its {LOCK_NAME} is gone; leave it alone while a run goes on",
+            ) from error

@@ -1,6 +1,7 @@
 """Hugging Face folders as models, recipes and checkpoints of ours."""
 
 import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -19,6 +20,9 @@ from recipes.recipe import OutputConfig, Recipe, TrainingConfig
 
 CONTEXT = 2048
 """Tokens of a sample of an imported model, if it takes as many."""
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def hub_names(config: ModelConfig) -> HubNames:
@@ -62,6 +66,30 @@ def recipe_of_hub(path: str | os.PathLike[str]) -> Recipe:
         training=TrainingConfig(steps=1000),
         output=OutputConfig(folder=f"runs/{path.absolute().name}"),
     )
+
+
+def tokenizer_files(recipe: Recipe) -> dict[str, bytes]:
+    """What others need of a recipe's tokenizer beside the weights, as its files have it; nothing for bytes.
+
+    Args:
+        recipe: The recipe; where its tokenizer is no longer there, a warning says so.
+
+    Returns:
+        Name -> content.
+
+    Raises:
+        OSError: If a file cannot be read.
+    """
+    if recipe.data.tokenizer.file is None:
+        return {}
+    file = Path(recipe.data.tokenizer.file)
+    folder = file if file.is_dir() else file.parent
+    file = folder / TOKENIZER_FILES[0] if file.is_dir() else file
+    if not file.is_file():
+        warnings.warn(f"the tokenizer {str(file)!r} is not there; the folder gets none", stacklevel=2)
+        return {}
+    found = {TOKENIZER_FILES[0]: file.read_bytes()}
+    return found | {name: path.read_bytes() for name in TOKENIZER_FILES[1:] if (path := folder / name).is_file()}
 
 
 def hub_source(path: str | os.PathLike[str]) -> tuple[HubSource, Recipe]:

@@ -3,26 +3,37 @@
 A folder of torch's own format has its table of contents as a pickle, which can run code when it is read.
 """
 
+import io
 import os
+import secrets
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, ReadItem, WriteItem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from checkpoint import filesystem
 from checkpoint.canonical import by_fqn
 from checkpoint.foreign.match import Keys, fit, turn
+from checkpoint.offline import Progress
 from checkpoint.ranks import Ranks
 from checkpoint.state import Trained, canonical_parameters
 from parallel.replicas import local_part
 
 
 def load_dcp(
-    path: str | os.PathLike[str], trained: Trained, keys: Keys, *, allow_pickle: bool = False, cast: bool = False
+    path: str | os.PathLike[str],
+    trained: Trained,
+    keys: Keys,
+    *,
+    allow_pickle: bool = False,
+    cast: bool = False,
+    progress: Progress = lambda num_bytes: None,
 ) -> None:
     """Fills parameters from a folder of torch.distributed.checkpoint; all ranks call this together.
 
@@ -35,6 +46,7 @@ def load_dcp(
         allow_pickle: Reading such a folder unpickles a file in it, which can run whatever its author wants: say that
             you trust it.
         cast: Whether values may be converted to the parameters' dtypes.
+        progress: Is told of bytes that this rank has read.
 
     Raises:
         ValueError: If the folder is not trusted, is none, or does not fit; lists every difference.
@@ -60,6 +72,7 @@ def load_dcp(
         dcp.load(
             {names[fqn]: parameters[fqn] for fqn in names},
             storage_reader=reader,
+            planner=_TellingLoad(progress),
             no_dist=not ranks.is_distributed,
         )
     for fqn in names:
@@ -67,44 +80,94 @@ def load_dcp(
     tensors.fill_held()
 
 
-def save_dcp(path: str | os.PathLike[str], trained: Trained, keys: Keys) -> None:
-    """Writes a folder of torch.distributed.checkpoint; all ranks call this together.
+def save_dcp(
+    path: str | os.PathLike[str], trained: Trained, keys: Keys, *, progress: Progress = lambda num_bytes: None
+) -> None:
+    """Writes a folder of torch.distributed.checkpoint, which appears once it is complete; all ranks call this together.
 
     Args:
         path: The new folder.
         trained: The model.
         keys: Names for its parameters, and how their rows lie.
+        progress: Is told of bytes that this rank has handed to the disk.
 
     Raises:
         ValueError: If there is something at that path.
         OSError: If it cannot be written.
     """
-    ranks = Ranks()
-    ranks.on_coordinator(f"export to {path}", lambda: _refuse_existing(Path(path)))
-    tensors = canonical_parameters(trained)
-    parameters = by_fqn(tensors)
-    turned: dict[str, Tensor] = {}
-    for fqn, key in keys.items():
-        values = parameters[fqn]
-        if key.num_rotary_heads is not None:
-            copy = torch.empty_like(values, requires_grad=False)
-            local_part(copy).copy_(local_part(values))
-            turn(copy, key.num_rotary_heads, ours=False)
-            values = copy
-        turned[key.name] = values
-    with _one_process_is_meant():
-        dcp.save(turned, checkpoint_id=path, no_dist=not ranks.is_distributed)
+    ranks, path, where = Ranks(), Path(path).absolute(), f"export to {path}"
+    temporary = ranks.on_coordinator(where, lambda: _prepare(path))
+    try:
+        tensors = canonical_parameters(trained)
+        parameters = by_fqn(tensors)
+        named = {key.name: _turned(parameters[fqn], key.num_rotary_heads) for fqn, key in keys.items()}
+        with _one_process_is_meant():
+            dcp.save(named, checkpoint_id=temporary, planner=_TellingSave(progress), no_dist=not ranks.is_distributed)
+        ranks.on_coordinator(where, lambda: _publish(temporary, path))
+    except BaseException:
+        if ranks.is_coordinator:
+            with suppress(OSError):
+                filesystem.remove_tree(temporary)
+        raise
+
+
+def _turned(values: Tensor, num_rotary_heads: int | None) -> Tensor:
+    """A parameter as others have its rows: itself, or a copy."""
+    if num_rotary_heads is None:
+        return values
+    copy = torch.empty_like(values, requires_grad=False)
+    local_part(copy).copy_(local_part(values))
+    turn(copy, num_rotary_heads, ours=False)
+    return copy
+
+
+def _prepare(path: Path) -> Path:
+    """A hidden folder beside the one to come."""
+    if path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
+        raise ValueError(f"{path} is there already; name a new folder, or remove it")
+    filesystem.make_folders(path.parent)
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    filesystem.make_folder(temporary)
+    return temporary
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Gives a complete folder its name; torch has synced the files, but not their names."""
+    filesystem.sync_folder(temporary)
+    filesystem.rename(temporary, path)
+    filesystem.sync_folder(path.parent)
+
+
+class _TellingLoad(DefaultLoadPlanner):
+    """Tells of each tensor that was read."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        self._progress(tensor.nbytes)
+
+
+class _TellingSave(DefaultSavePlanner):
+    """Tells of each tensor that is written."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        found = super().resolve_data(write_item)
+        if isinstance(found, Tensor):
+            self._progress(found.nbytes)
+        return found
 
 
 def _read_metadata(path: Path, reader: dcp.FileSystemReader) -> Metadata:
     if not (path / ".metadata").is_file():
         raise ValueError(f"{path} is no folder of torch.distributed.checkpoint: it holds no .metadata")
     return reader.read_metadata()
-
-
-def _refuse_existing(path: Path) -> None:
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"{path} is there already; name a new folder, or remove it")
 
 
 @contextmanager

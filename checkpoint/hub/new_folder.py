@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -139,13 +140,16 @@ class NewHubFolder:
             for descriptor in opened.values():
                 filesystem.sync(descriptor)
 
-    def publish(self, temporary: Path, path: Path, config: Mapping[str, Any]) -> None:
+    def publish(
+        self, temporary: Path, path: Path, config: Mapping[str, Any], beside: Mapping[str, bytes] = MappingProxyType({})
+    ) -> None:
         """Adds what says what is in the files, and gives the folder its name.
 
         Args:
             temporary: From `create`, all written.
             path: Where the folder will be.
             config: What config.json says of the model.
+            beside: Name -> content of other files that belong to the model, its tokenizer's for example.
 
         Raises:
             OSError: If it cannot be written.
@@ -157,16 +161,21 @@ class NewHubFolder:
             total = sum(values.num_bytes for _, values in self.tensors.values())
             placed = {name: file for name, (file, _) in self.tensors.items()}
             _write_json(temporary / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": placed})
+        for name, content in beside.items():
+            _write(temporary / name, content)
         filesystem.sync_folder(temporary)
         filesystem.rename(temporary, path.absolute())
         filesystem.sync_folder(path.absolute().parent)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    _write(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def _write(path: Path, content: bytes) -> None:
     descriptor = filesystem.create(path)
     try:
-        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        filesystem.write(descriptor, [memoryview(text.encode())])
+        filesystem.write(descriptor, [memoryview(content)])
         filesystem.sync(descriptor)
     finally:
         os.close(descriptor)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ def convert_to_hub(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
     progress: Progress = lambda num_bytes: None,
 ) -> Path:
     """Writes a folder that `transformers` loads from a checkpoint, of which a few MiB are in memory at a time.
@@ -97,6 +99,7 @@ def convert_to_hub(
         places: Where files keep each of the parameters.
         dtype: Type of the values in the files; None: as the checkpoint has them.
         max_file_bytes: Most bytes of values in one file, unless one tensor alone has more.
+        beside: Name -> content of other files that belong to the model, its tokenizer's for example.
         progress: Is told of bytes that were read.
 
     Returns:
@@ -125,7 +128,7 @@ def convert_to_hub(
     temporary = folder.create(path)
     try:
         folder.write(temporary, pieces())
-        folder.publish(temporary, path, config)
+        folder.publish(temporary, path, config, beside)
     except BaseException:
         with suppress(OSError):
             filesystem.remove_tree(temporary)

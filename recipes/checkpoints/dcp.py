@@ -1,6 +1,8 @@
 """Converts checkpoints from and to the format of torch.distributed.checkpoint, on as many ranks as are wanted."""
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,10 +18,12 @@ from models.hub import TitanKey
 from models.registry import family_of
 from parallel import ParallelConfig, Trained, build_mesh
 from parallel.materialize import allocate
-from recipes.checkpoints.report import Report
+from parallel.replicas import local_part
+from recipes.checkpoints.report import Report, progress
 from recipes.find import find_recipe
 from recipes.from_checkpoint import find_checkpoint, load_model, recipe_of
 from recipes.launch import run
+from recipes.launchers import is_first_rank
 from recipes.model import build_model
 from recipes.recipe import Recipe
 
@@ -102,7 +106,8 @@ def import_on_rank(command: ImportDcp, recipe: Recipe) -> str:
     allocate(trained)
     keys = keys_of(recipe.model, trained, command.names)
     if os.path.isdir(command.source):
-        load_dcp(command.source, trained, keys, allow_pickle=command.allow_pickle, cast=True)
+        with _progress("import", trained) as advance:
+            load_dcp(command.source, trained, keys, allow_pickle=command.allow_pickle, cast=True, progress=advance)
     else:
         load_torch_file(command.source, trained, keys, cast=True)
     return str(save(command.folder, TrainState(trained=trained, recipe=recipe.to_json())))
@@ -117,7 +122,14 @@ def export_on_rank(command: ExportDcp, checkpoint: str, recipe: Recipe) -> None:
         recipe: The recipe that it holds.
     """
     trained = load_model(checkpoint, recipe, ParallelConfig())
-    save_dcp(command.folder, trained, keys_of(recipe.model, trained, command.names))
+    with _progress("export", trained) as advance:
+        save_dcp(command.folder, trained, keys_of(recipe.model, trained, command.names), progress=advance)
+
+
+def _progress(what: str, trained: Trained) -> AbstractContextManager[Callable[[int], None]]:
+    """Shows how far the first rank has come with its part, which is as large as those of the others."""
+    total = sum(local_part(each).nbytes for each in trained.named_parameters().values())
+    return progress(what, total) if is_first_rank() else nullcontext(lambda num_bytes: None)
 
 
 def keys_of(config: ModelConfig, trained: Trained, names: Names) -> Keys:

@@ -50,7 +50,7 @@ def folder_of_checkpoints(path: str) -> Path:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {path!r}")
+        raise ValueError(f"{path!r} is a file, not a folder" if folder.exists() else f"there is no folder {path!r}")
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
 

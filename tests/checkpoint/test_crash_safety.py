@@ -241,7 +241,7 @@ def test_a_folder_that_cannot_be_made_is_the_same_error_on_all_ranks(tmp_path: P
     (tmp_path / "file").write_text("")
     first, second = run_ranks(2, save_into_a_file, tmp_path / "file" / "run")
     assert first == second
-    assert "Not a directory" in first
+    assert "file is a file; name another folder" in first
 
 
 def die_in_the_second_save(folder: Path, rank: int, name: str) -> None:

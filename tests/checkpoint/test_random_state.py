@@ -1,9 +1,12 @@
 """Every rank goes on with its own random numbers."""
 
+import hashlib
+import struct
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from checkpoint import load, save
 from tests.checkpoint import states
@@ -53,3 +56,23 @@ def test_saving_draws_nothing(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     save(tmp_path, state)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def save_seeded(folder: Path) -> Tensor:
+    states.forget_meshes()
+    state = states.new_state("fsdp 2")
+    torch.manual_seed(100 + dist.get_rank())
+    save(folder, state)
+    return torch.get_rng_state()
+
+
+def test_other_numbers_of_ranks_seed_with_sha_256_of_the_first_rank_s_state_and_their_own_rank(tmp_path: Path) -> None:
+    """The documented rule, computed apart, so that another release keeps to it."""
+    first, _ = run_ranks(2, save_seeded, tmp_path)
+    expected = []
+    for rank in range(4):
+        digest = hashlib.sha256(first.numpy().tobytes() + struct.pack("<q", rank)).digest()
+        generator = torch.Generator().manual_seed(struct.unpack("<q", digest[:8])[0])
+        expected.append(torch.rand(4, generator=generator).tolist())
+    assert run_ranks(4, load_and_draw, tmp_path, "fsdp 2 x tp 2") == expected
+    assert load_and_draw(tmp_path, "one process") == expected[0]

@@ -1,10 +1,14 @@
 """Folders of torch.distributed.checkpoint and files of torch.save, in our names and in torchtitan's."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
@@ -14,6 +18,7 @@ from checkpoint.foreign.torch_file import load_torch_file
 from models.hub import TitanKey
 from models.llama import LlamaConfig, titan_key
 from parallel import ParallelConfig, Trained
+from parallel.replicas import local_part
 from tests.parallel.small_model import build, whole
 from tests.ranks import run_ranks
 
@@ -182,3 +187,23 @@ def test_a_file_that_would_run_code_or_holds_no_tensors_is_refused(
     run_ranks(1, refused_file, str(tmp_path / "list.pt"), "holds no mapping")
     run_ranks(1, refused_file, str(tmp_path / "text.pt"), "cannot be read|mmap")
     assert not (tmp_path / "executed").exists()
+
+
+def interrupted(folder: str) -> tuple[list[int], int]:
+    trained = build(ParallelConfig(), CONFIG, dtype=torch.float32)
+    told: list[int] = []
+    failure = OSError(errno.ENOSPC, "No space left on device")
+    with patch.object(dcp, "save", side_effect=failure), pytest.raises(OSError, match="No space left"):
+        save_dcp(folder, trained, keys_of(trained, "ours"))
+    dist.barrier()
+    assert os.listdir(Path(folder).parent) == []
+    dist.barrier()
+    save_dcp(folder, trained, keys_of(trained, "ours"), progress=told.append)
+    load_dcp(folder, trained, keys_of(trained, "ours"), allow_pickle=True, progress=told.append)
+    return told, sum(local_part(each).nbytes for each in trained.named_parameters().values())
+
+
+def test_an_export_that_fails_leaves_nothing_and_progress_tells_of_all_bytes(tmp_path: Path) -> None:
+    for told, num_bytes in run_ranks(2, interrupted, str(tmp_path / "dcp")):
+        assert sum(told) == 2 * num_bytes and len(told) > 10
+    assert os.listdir(tmp_path) == ["dcp"]

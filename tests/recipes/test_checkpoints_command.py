@@ -18,6 +18,7 @@ from parallel.materialize import allocate
 from recipes.checkpoints.__main__ import COMMANDS, main
 from recipes.checkpoints.dcp import ExportDcp, ImportDcp, export_on_rank, import_on_rank
 from recipes.checkpoints.report import DIFFERENT, Report
+from recipes.export import export_hub
 from recipes.folder_lock import FolderLock
 from recipes.from_checkpoint import find_checkpoint, load_weights, recipe_of
 from recipes.generate import GenerateCommand, generate
@@ -274,6 +275,33 @@ def test_a_model_of_the_hub_comes_in_and_goes_out_bit_by_bit(
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], each) for name, each in theirs.items())
     assert torch.equal(logits_by_transformers(tmp_path / "out", TOKENS), logits_by_transformers(folder, TOKENS))
     assert "is there already" in command(capsys, *words, code=1)
+
+
+def test_the_tokenizer_of_a_folder_of_the_hub_goes_out_with_its_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = shutil.copytree(folder, tmp_path / "with a tokenizer")
+    texts = {"tokenizer.json": '{"model": {}}', "tokenizer_config.json": '{"eos_token": "x"}', "other.txt": "no"}
+    for name, text in texts.items():
+        (source / name).write_text(text)
+    command(capsys, "import-hf", source, tmp_path / "run")
+    written = command(capsys, "export-hf", tmp_path / "run", tmp_path / "out")
+    assert written["files"] == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert all((tmp_path / "out" / name).read_text() == texts[name] for name in written["files"][2:])
+    shutil.rmtree(source)
+    with pytest.warns(UserWarning, match="with a tokenizer/tokenizer.json' is not there; the folder gets none"):
+        export_hub(find_checkpoint(str(tmp_path / "run")), tmp_path / "without")
+    assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("words", [("ls",), ("prune", "--keep", "1"), ("verify",), ("show",), ("export-hf",)])
+def test_a_file_in_the_place_of_a_folder_is_named_in_one_line(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "passwd").write_text("root:x:0:0")
+    more = (tmp_path / "out",) if words[0] == "export-hf" else ()
+    error = command(capsys, words[0], tmp_path / "passwd", *more, *words[1:], code=1)
+    assert error.count("\n") == 1 and "passwd" in error and "folder" in error
 
 
 def test_what_is_not_built_is_refused_by_name_in_one_line(

@@ -146,3 +146,21 @@ def test_a_run_that_has_ended_says_so_and_does_nothing_more(stopped: tuple[Recip
     run = _run(dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, stop_at=stop)), 2)
     assert run.samples == {}
     assert len(run.losses) == stop
+
+
+@pytest.mark.parametrize(("saved_on", "resumed_on"), [(2, 4), (4, 2)])
+def test_another_number_of_data_parallel_ranks_goes_on_with_exactly_the_samples_that_are_next(
+    saved_on: int, resumed_on: int, uninterrupted: Run, float64: Recipe, tmp_path: Path
+) -> None:
+    """None again and none left out, in whichever direction the number of ranks changes, and with the same losses."""
+    recipe = dataclasses.replace(
+        float64,
+        parallel=ParallelConfig(),
+        training=dataclasses.replace(float64.training, stop_at=WITHIN),
+        output=dataclasses.replace(float64.output, folder=str(tmp_path / "out")),
+    )
+    first = _run(recipe, saved_on)
+    second = _run(dataclasses.replace(recipe, training=float64.training), resumed_on)
+    assert {**first.samples, **second.samples} == uninterrupted.samples
+    assert min(second.samples) == WITHIN + 1
+    assert second.losses == pytest.approx(uninterrupted.losses, rel=1e-12, abs=0)
