@@ -99,11 +99,20 @@ LAYOUTS = {
     "ddp 2 x tp 2": ParallelConfig(data_parallel="ddp", dp_replicate=2, dp_shard=1, tp=2),
     "fsdp1 4": ParallelConfig(data_parallel="fsdp1", dp_shard=4),
     "pp 2 x fsdp 2": ParallelConfig(pp=2, schedule="1f1b", dp_shard=2),
+    "ep 2 x fsdp 2": ParallelConfig(dp_shard=4, ep=2),
+    "ep 2 x tp 2": ParallelConfig(dp_shard=2, tp=2, ep=2),
 }
+DENSE = [layout for layout in LAYOUTS if not layout.startswith("ep")]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("qwen2", layout) for layout in DENSE),
+        *(("qwen3", layout) for layout in DENSE),
+        *(("qwen3_moe", layout) for layout in ("pp 2 x fsdp 2", "ep 2 x fsdp 2", "ep 2 x tp 2")),
+    ],
+)
 def test_any_layout_imports_its_slices_alone_and_exports_the_same_bytes_into_many_files(
     layout: str, name: str, tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_the_recipes_for_clusters_are_listed_with_their_world_sizes() -> None:
     assert {name: intended_world_size(name) for name in recipe_names()} == {
         "llama_debug": None,
         "moe_debug": None,
+        "moe_qwen3_30b_a3b": 64,
         "smollm2_135m": 8,
         "llama_3_2_1b": 8,
         "llama_3_1_8b": 64,
@@ -143,6 +144,25 @@ def test_a_ready_recipe_divides_its_global_batch_and_computes_in_bfloat16(name: 
     assert recipe.training.global_batch % (ranks * recipe.training.micro_batch) == 0
     assert (layout.precision.compute, layout.precision.reduce) == ("bfloat16", "float32")
     assert recipe.data.sequence_length <= recipe.model.max_sequence_length  # type: ignore[attr-defined]
+
+
+def test_a_rank_of_the_full_world_holds_its_share_of_the_experts_to_the_byte() -> None:
+    name, world_size, rank = "moe_qwen3_30b_a3b", 64, 43
+    recipe = find_recipe(name)
+    (made,) = run_ranks(1, _dry_run, name, world_size, rank)
+    assert made.mesh == "fsdp2 full_shard, dp_shard 64 x ep 8"
+    assert made.num_parameters == recipe.model.num_parameters == 30_532_122_624
+    shape = recipe.model.shape
+    assert shape.expert_width
+    experts = {fqn: shard for fqn, shard in made.shards.items() if ".experts." in fqn}
+    assert len(experts) == 3 * shape.num_layers
+    # 8 ranks have 16 of 128 experts each, and 8 ranks that have the same ones hold two of them each.
+    assert {shard.local_shape[0] for shard in experts.values()} == {2}
+    assert {shard.num_bytes for shard in experts.values()} == {2 * shape.width * shape.expert_width * FLOAT32}
+    whole = {fqn: shard for fqn, shard in made.shards.items() if fqn not in experts}
+    assert {(ceil(shard.shape[0] / 64), *shard.shape[1:]) for shard in whole.values()} == {
+        shard.local_shape for shard in whole.values()
+    }
 
 
 def _refusals() -> list[str]:
