@@ -10,6 +10,9 @@ from torch.optim import AdamW
 
 from recipes.checks import check_integer, check_number
 
+FUSED_DEVICES = {"cpu", "cuda"}
+"""Types of devices for which torch has a fused AdamW, among those that meshes are built on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -23,7 +26,8 @@ class OptimizerConfig:
         betas: Decay of the running means of the gradient and of its square, per step.
         eps: Added to the denominator of an update.
         weight_decay: Decoupled decay of matrices, per step in units of the learning rate; norms and biases have none.
-        implementation: Kernels of the step: fused, foreach (several parameters at a time) or loop. None: torch chooses.
+        implementation: Kernels of the step: fused, foreach (several parameters at a time) or loop. None: fused where
+            torch has that for the device, else as torch chooses.
     """
 
     lr: float = 1e-3
@@ -117,6 +121,8 @@ def adamw_factory(config: OptimizerConfig) -> Callable[[Mapping[str, nn.Paramete
 
     def build(named_parameters: Mapping[str, nn.Parameter]) -> AdamW:
         groups = decay_groups(named_parameters, config.weight_decay)
-        return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **kernels)
+        devices = {each.device.type for group in groups for each in group["params"]}
+        chosen = kernels or ({"fused": True} if devices <= FUSED_DEVICES else {})
+        return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **chosen)
 
     return build

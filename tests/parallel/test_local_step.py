@@ -1,5 +1,6 @@
 """An optimizer steps on local shards and shows DTensors to everybody else."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from models.llama.config import LlamaConfig
 from parallel import ParallelConfig
-from tests.parallel.small_model import batches, build, whole
+from tests.models.moe.small_moe import build as build_with_experts
+from tests.parallel.small_model import batches, build, difference, whole, whole_parameters
 from tests.ranks import run_ranks
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -67,6 +69,60 @@ def test_a_step_on_shards_is_the_step_through_dtensor(layout: str) -> None:
             assert worst == 0.0, name
             assert kinds <= {"DTensor"}, name
             assert kept, name
+
+
+MIXES: dict[str, tuple[dict[str, Any], bool]] = {
+    "plain beside split": ({"data_parallel": "ddp", "tp": 2, "sequence_parallel": False}, False),
+    "flat beside split": ({"data_parallel": "fsdp1", "tp": 2, "sequence_parallel": False}, False),
+    "experts on their own mesh": ({"ep": 2, "tp": 2}, True),
+}
+KERNELS: dict[str, dict[str, bool]] = {
+    "loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+@pytest.mark.parametrize(
+    "mix", [next(iter(MIXES)), *(pytest.param(mix, marks=pytest.mark.slow) for mix in [*MIXES][1:])]
+)
+def test_every_kernel_steps_and_clips_on_any_mix_of_meshes(mix: str) -> None:
+    fields, has_experts = MIXES[mix]
+    everyone = run_ranks(4, every_kernel, fields, has_experts)
+    for found, num_meshes, only_plain in everyone:
+        assert num_meshes > 1
+        assert only_plain
+        norms, parameters = found["loop"]
+        assert norms == everyone[0][0]["loop"][0]
+        for kernel in ("foreach", "fused"):
+            assert found[kernel][0] == pytest.approx(norms, rel=1e-13)
+            worst = {fqn: difference(found[kernel][1][fqn], values) for fqn, values in parameters.items()}
+            assert max(worst.values()) < 1e-12, (kernel, worst)
+
+
+def adamw_with(options: dict[str, bool], named: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(named.values()), **options)  # type: ignore[arg-type]  # switches alone
+
+
+def every_kernel(fields: dict[str, Any], has_experts: bool) -> tuple[dict[str, Any], int, bool]:
+    """Norms and parameters of two clipped steps, on how many meshes those lie, and whether steps saw plain tensors."""
+    found, seen = {}, set[type]()
+    for kernel, options in KERNELS.items():
+        config = ParallelConfig(**fields)
+        trained = build_with_experts(config, {}) if has_experts else build(config, MODEL)
+        optimizer = trained.build_optimizer(partial(adamw_with, options))
+        optimizer.register_step_pre_hook(
+            lambda optim, *_: seen.update(type(each.data) for group in optim.param_groups for each in group["params"])
+        )
+        norms = []
+        for step in range(2):
+            trained.forward_backward(batches(trained.mesh, step))
+            norms.append(trained.clip_gradients(0.05).item())
+            optimizer.step()
+        found[kernel] = norms, whole_parameters(trained)
+    held = trained.named_parameters().values()
+    meshes = {each.device_mesh if isinstance(each, DTensor) else trained.backend.sharded_views(each) for each in held}
+    return found, len(meshes), seen == {torch.Tensor}
 
 
 def test_a_step_that_raises_half_way_can_be_done_again() -> None:

@@ -58,9 +58,9 @@ def test_a_step_without_gradient_signal_decays_matrices_only() -> None:
 
 @pytest.mark.parametrize(
     ("implementation", "fused", "foreach"),
-    [(None, None, None), ("fused", True, False), ("foreach", False, True), ("loop", False, False)],
+    [(None, True, None), ("fused", True, False), ("foreach", False, True), ("loop", False, False)],
 )
-def test_the_implementation_is_the_one_asked_for(
+def test_the_implementation_is_the_one_asked_for_and_else_fused(
     implementation: Literal["fused", "foreach", "loop"] | None, fused: bool | None, foreach: bool | None
 ) -> None:
     config = OptimizerConfig(implementation=implementation, lr=0.25, betas=(0.5, 0.75), eps=1e-4)
