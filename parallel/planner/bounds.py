@@ -3,16 +3,15 @@
 from typing import NamedTuple
 
 from parallel.config import DataParallel, Schedule, Strategy
+from parallel.planner.blocks import RING_BACKWARD_KERNELS, RING_FORWARD_KERNELS, STREAM_PASSES, WIDE_PASSES
 from parallel.planner.candidate import Request
 from parallel.planner.constants import Constants
-from parallel.planner.costs import FLOAT32, KEEP_INPUT, ModelCosts, kept_bytes
-from parallel.planner.links import GB
+from parallel.planner.costs import BFLOAT16, FLOAT32, KEEP_INPUT, ModelCosts, kept_bytes
+from parallel.planner.hardware import Gpu
+from parallel.planner.links import GB, Link
 from parallel.planner.pipeline import bubble
-from parallel.planner.timing import STREAM_PASSES, WIDE_PASSES
 from parallel.schedules import SCHEDULES
 from parallel.traits import TRAITS
-
-BFLOAT16 = 2
 
 
 class Degrees(NamedTuple):
@@ -31,12 +30,12 @@ class Kind(NamedTuple):
     Attributes:
         data_parallel: The backend.
         strategy: What it shards.
-        in_node: Whether it keeps units sharded within a node after forward.
+        offloads: Whether it keeps states in host memory.
     """
 
     data_parallel: DataParallel
     strategy: Strategy | None
-    in_node: bool = False
+    offloads: bool = False
 
 
 def least_bytes(costs: ModelCosts, request: Request, degrees: Degrees, kind: Kind) -> float:
@@ -48,15 +47,19 @@ def least_bytes(costs: ModelCosts, request: Request, degrees: Degrees, kind: Kin
         degrees: Ranks along each axis.
         kind: Backend and strategy.
     """
+    itemsize = FLOAT32 if request.compute == "stored" else BFLOAT16
     own = costs.total / (degrees.tp * degrees.pp)
     shards = 1 if kind.strategy in (None, "no_shard") else degrees.dp_shard * degrees.cp
     rows = degrees.dp_replicate * degrees.cp if TRAITS[kind.data_parallel].splits_optimizer_rows else shards
     is_whole = degrees.pp > 1 or kind.strategy not in ("full_shard", "hybrid_shard")
-    whole = (BFLOAT16 * own if is_whole else 0.0) + (FLOAT32 * own if degrees.pp > 1 else 0.0)
+    # Whole parameters in their own dtype are no copy where the backend has no units.
+    copied = TRAITS[kind.data_parallel].shards or itemsize == BFLOAT16
+    whole = (itemsize * own if is_whole and copied else 0.0) + (FLOAT32 * own if degrees.pp > 1 else 0.0)
     # A pipeline keeps as many micro-batches as it has less of the blocks.
     num_tokens = request.sequence_length / degrees.cp
-    kept = costs.num_layers * num_tokens * kept_bytes(costs, KEEP_INPUT, BFLOAT16, degrees.tp, True)
-    return FLOAT32 * own / shards + 2 * FLOAT32 * own / rows + whole + kept / 2
+    kept = costs.num_layers * num_tokens * kept_bytes(costs, KEEP_INPUT, itemsize, degrees.tp, True)
+    states = 0.0 if kind.offloads else FLOAT32 * own / shards + 2 * FLOAT32 * own / rows
+    return states + whole + kept / 2
 
 
 def least_time_s(
@@ -72,18 +75,39 @@ def least_time_s(
         constants: What shares of the data sheet's figures are reached.
     """
     gpu, (pp, replicas, shards, cp, tp) = request.gpu, degrees
+    itemsize, dtype = (FLOAT32, "float32") if request.compute == "stored" else (BFLOAT16, "bfloat16")
     ranks = replicas * shards
     num_tokens = request.global_batch * request.sequence_length / (ranks * cp)
-    flops_per_s = constants.achieved_flops(gpu.peak_tflops["bfloat16"], gpu.power_w)
+    flops_per_s = constants.achieved_flops(gpu.peak_tflops[dtype], gpu.power_w)
     layers = costs.num_layers / pp
-    matmuls = layers * (costs.block - 2 * costs.width) + (costs.embedding if pp == 1 else 0)
+    of_block = 2 * costs.width * (costs.query_width + costs.kv_width) + 3 * costs.width * costs.wide
+    matmuls = layers * of_block + (costs.embedding if pp == 1 else 0)
     pairs = 7 * request.sequence_length * costs.query_width * layers / constants.attention_share
-    moved = 3 * BFLOAT16 * layers * (STREAM_PASSES * costs.width + WIDE_PASSES * costs.wide)
+    moved = 3 * itemsize * layers * (STREAM_PASSES * costs.width + WIDE_PASSES * costs.wide)
     if not request.compile or (schedule is not None and SCHEDULES[schedule].splits_backward):
         moved *= constants.eager_passes
     memory_per_s = gpu.memory_gb_per_s * GB * constants.memory_share
-    compute_s = num_tokens * ((6 * matmuls + pairs) / flops_per_s + moved / memory_per_s) / tp
-    link = (gpu.node_link_gb_per_s if tp <= gpu.gpus_per_node else gpu.network_link_gb_per_s * gpu.gpus_per_node) * GB
-    sent = 8 * num_tokens * costs.width * BFLOAT16 * (tp - 1) / tp * layers
+    attention_s = num_tokens * pairs / flops_per_s / tp
+    compute_s = num_tokens * (6 * matmuls / flops_per_s + moved / memory_per_s) / tp + attention_s
+    sent_s = layers * Link(tp, 1, gpu, constants).time_s("all_gather", 8 * num_tokens * costs.width * itemsize, 8)
+    if cp > 1:
+        sent_s += layers * _least_of_context(
+            costs, degrees, num_tokens * itemsize, attention_s / layers, gpu, constants
+        )
     idle = 0.0 if schedule is None else bubble(schedule, pp, request.global_batch // ranks)
-    return (compute_s + sent / (link * constants.link_share)) * (1 + idle)
+    return (compute_s + sent_s) * (1 + idle)
+
+
+def _least_of_context(
+    costs: ModelCosts, degrees: Degrees, token_bytes: float, attention_s: float, gpu: Gpu, constants: Constants
+) -> float:
+    """What the cheapest way to share sequences adds to a block, all of its micro-batches together."""
+    cp, tp = degrees.cp, degrees.tp
+    link = Link(cp, tp, gpu, constants)
+    keys, queries = (2 * width / tp * token_bytes for width in (costs.kv_width, costs.query_width))
+    launched = cp * (RING_FORWARD_KERNELS + RING_BACKWARD_KERNELS) * constants.kernel_s
+    return min(
+        attention_s * (1 / constants.ring_share - 1) + launched,
+        attention_s * (cp - 1) / cp + link.time_s("all_gather", 2 * keys * cp, 2),
+        link.time_s("all_to_all", 2 * (keys + queries), 4),
+    )

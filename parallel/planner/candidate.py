@@ -1,25 +1,64 @@
 """One way to train a model: a layout, what is recomputed, and how a global batch is cut."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from parallel.config import ParallelConfig, ReduceGradients
+from parallel.config import Buckets, ParallelConfig, ReduceGradients, Sharding, Units
 from parallel.plan import ModelShape
 from parallel.planner.costs import Recompute
 from parallel.planner.hardware import Gpu
 from parallel.precision import Precision
 from parallel.traits import TRAITS
 
+Reduce = Literal["float32", "bfloat16"]
+Compute = Literal["bfloat16", "stored"]
+
+BUCKET_CAP_MB = Buckets().bucket_cap_mb
+
+
+class Options(NamedTuple):
+    """How a layout groups, gathers and sums what it sends; the defaults are those of a config.
+
+    Attributes:
+        units: What is gathered together.
+        unit_min_parameters: With units=size, when a module becomes a unit.
+        reshard_group: Ranks over which a unit is kept after forward; None: over all.
+        prefetch: Units that are gathered ahead, in forward and backward; 0 leaves it to the backend.
+        bucket_cap_mb: Size of ddp's buckets, in MiB.
+        reduce: Dtype in which gradients are summed over ranks.
+    """
+
+    units: Units = "block"
+    unit_min_parameters: int = 10_000_000
+    reshard_group: int | None = None
+    prefetch: int = 0
+    bucket_cap_mb: float = BUCKET_CAP_MB
+    reduce: Reduce = "float32"
+
+    @property
+    def num_changes(self) -> int:
+        """Choices that differ from the defaults; the dtype of sums is none of them."""
+        return (
+            (self.units != "block")
+            + (self.reshard_group is not None)
+            + (self.prefetch > 0)
+            + (self.bucket_cap_mb != BUCKET_CAP_MB)
+        )
+
+
+PLAIN = Options()
+
 
 class Candidate(NamedTuple):
     """A layout with what varies within it.
 
     Attributes:
-        config: The layout with every degree resolved, and with no activation checkpointing of its own.
+        config: The layout with every degree resolved, and with what varies at its default.
         recompute: What backward computes again.
         reduce_gradients: When gradients are summed over ranks.
         micro_batch: Sequences of a micro-batch.
         num_micro_batches: Micro-batches of a step on each rank.
+        options: How it groups and sends.
     """
 
     config: ParallelConfig
@@ -27,6 +66,12 @@ class Candidate(NamedTuple):
     reduce_gradients: ReduceGradients
     micro_batch: int
     num_micro_batches: int
+    options: Options = PLAIN
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the dtype of the computation."""
+        return 4 if self.config.precision.compute == "stored" else 2
 
     def layout(self) -> ParallelConfig:
         """The whole layout, checked.
@@ -34,12 +79,24 @@ class Candidate(NamedTuple):
         Raises:
             ValueError: If its fields contradict each other.
         """
-        varies = TRAITS[self.config.data_parallel].shards and self.config.pp == 1 and self.num_micro_batches > 1
+        traits, options = TRAITS[self.config.data_parallel], self.options
+        varies = traits.shards and self.config.pp == 1 and self.num_micro_batches > 1
+        stored = self.config.precision.compute == "stored"
         return replace(
             self.config,
             activation_checkpointing=self.recompute.checkpointing,
             activation_checkpoint_policy=self.recompute.policy,
             reduce_gradients=self.reduce_gradients if varies else None,
+            precision=Precision() if stored else Precision(compute="bfloat16", reduce=options.reduce),
+            buckets=Buckets(bucket_cap_mb=options.bucket_cap_mb),
+            sharding=Sharding(
+                units=options.units,
+                unit_min_parameters=options.unit_min_parameters,
+                reshard_group=options.reshard_group,
+                forward_prefetch=options.prefetch,
+                backward_prefetch=options.prefetch,
+                cpu_offload=self.config.sharding.cpu_offload,
+            ),
         )
 
 
@@ -55,8 +112,9 @@ class Request:
         global_batch: Sequences of a step, over all ranks.
         headroom: Share of a GPU's memory that is left free, for what no model of memory sees: the driver's context,
             buffers of the network library, and the error of the prediction.
-        compile: Whether blocks are compiled, where the schedule allows it.
-        reduce: Dtype in which gradients are summed over ranks.
+        compile: Whether blocks are compiled, where the layout allows it.
+        compute: Dtype of matmuls and activations; `stored` is float32.
+        reduces: Dtypes in which gradients may be summed over ranks.
     """
 
     shape: ModelShape
@@ -66,7 +124,8 @@ class Request:
     global_batch: int
     headroom: float = 0.1
     compile: bool = True
-    reduce: str = "float32"
+    compute: Compute = "bfloat16"
+    reduces: tuple[Reduce, ...] = ("float32", "bfloat16")
 
     def __post_init__(self) -> None:
         """Checks the ranges.
@@ -79,8 +138,11 @@ class Request:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.headroom < 1:
             raise ValueError(f"headroom={self.headroom} must be from 0 to less than 1")
-        if self.reduce not in ("float32", "bfloat16"):
-            raise ValueError(f"unknown reduce {self.reduce!r}; legal: float32, bfloat16")
+        unknown = [each for each in self.reduces if each not in ("float32", "bfloat16")]
+        if unknown or not self.reduces:
+            raise ValueError(f"reduces={self.reduces} must be some of float32, bfloat16")
+        if self.compute not in ("bfloat16", "stored"):
+            raise ValueError(f"unknown compute {self.compute!r}; legal: bfloat16, stored")
         longest = self.shape.max_sequence_length
         if longest is not None and self.sequence_length > longest:
             raise ValueError(

@@ -17,6 +17,11 @@ class Constants(NamedTuple):
         memory_share: Share of the memory's bandwidth that small operations reach; assumed.
         overlap: Share of a computation behind which a collective can hide; the rest is its start and end; assumed.
         interference: Share of a hidden collective that computation is slowed by, as both use memory and cores; assumed.
+        ring_share: Speed of attention to one rank's keys at a time relative to attention to all at once, whose kernel
+            starts once and has more rows to share out; assumed.
+        grouped_share: Speed of experts' matmuls, of which each has some of the tokens, relative to dense ones; assumed.
+        kernel_s: Time that an operation takes at least, however small, in seconds: its launch, of which profilers show
+            some microseconds; assumed.
         reserved_share: What the caching allocator reserves over what is allocated; fitted on published memory.
     """
 
@@ -28,6 +33,9 @@ class Constants(NamedTuple):
     memory_share: float = 0.8
     overlap: float = 0.9
     interference: float = 0.1
+    ring_share: float = 0.75
+    grouped_share: float = 0.7
+    kernel_s: float = 5e-6
     reserved_share: float = 0.21
 
     def achieved_flops(self, peak_tflops: float, power_w: float) -> float:

@@ -1,10 +1,32 @@
-"""Breaks a dense model's shape and each way to recompute down into the counts that memory and time depend on."""
+"""Breaks a model's shape and each way to recompute down into the counts that memory and time depend on."""
 
 from typing import NamedTuple
 
 from parallel.config import ActivationCheckpointing
 from parallel.ledger.flops import num_parameters
 from parallel.plan import ModelShape
+
+
+class ExpertCosts(NamedTuple):
+    """The layers with experts, per layer of the whole model where nothing else is said.
+
+    Attributes:
+        share: Of the layers, those that have experts.
+        number: Experts of such a layer.
+        chosen: Experts that a token is sent to.
+        width: Between the projections of one expert.
+        shared: Width of the expert that every token passes.
+        dense: Between the projections of the feed-forward layers without experts.
+        parameters: Elements of routed experts in a layer, on average.
+    """
+
+    share: float
+    number: int
+    chosen: int
+    width: int
+    shared: int
+    dense: int
+    parameters: float
 
 
 class ModelCosts(NamedTuple):
@@ -15,26 +37,36 @@ class ModelCosts(NamedTuple):
         width: Of the residual stream.
         query_width: Of all queries of a token.
         kv_width: Of all keys of a token, or of all values.
-        wide: Between the projections of the feed-forward layer.
+        wide: Between the projections of what a token meets of feed-forward layers, on average over blocks.
         num_heads: Query heads.
         vocab_size: Entries of the vocabulary.
-        block: Parameters of a block.
+        block: Parameters of a block, on average.
         embedding: Parameters of the embedding.
         head: Those of the head that are not the embedding's.
         total: Parameters of the model.
+        experts: Layers with experts; None: there is none.
     """
 
     num_layers: int
     width: int
     query_width: int
     kv_width: int
-    wide: int
+    wide: float
     num_heads: int
     vocab_size: int
-    block: int
+    block: float
     embedding: int
     head: int
     total: int
+    experts: ExpertCosts | None
+
+    def routed(self, ep: int) -> float:
+        """Parameters of routed experts of a block that a rank of `ep` has, on average.
+
+        Args:
+            ep: Ranks that share the experts.
+        """
+        return self.experts.parameters / ep if self.experts is not None else 0.0
 
 
 def model_costs(shape: ModelShape) -> ModelCosts:
@@ -42,26 +74,26 @@ def model_costs(shape: ModelShape) -> ModelCosts:
 
     Args:
         shape: Counts and widths.
-
-    Raises:
-        ValueError: If it has experts, which the planner does not know.
     """
-    if shape.num_experts:
-        raise ValueError(f"the planner knows dense models; this one has {shape.num_experts} experts in a layer")
     total, embedding = num_parameters(shape), shape.vocab_size * shape.width
     head = 0 if shape.tied_embeddings else embedding
+    sparse = (shape.num_layers - shape.num_dense_layers) / shape.num_layers if shape.num_experts else 0.0
+    width = shape.feed_forward_width if shape.expert_width is None else shape.expert_width
+    chosen, shared, dense = shape.num_experts_per_token, shape.shared_expert_width, shape.feed_forward_width
+    routed = sparse * 3 * shape.width * shape.num_experts * width
     return ModelCosts(
         num_layers=shape.num_layers,
         width=shape.width,
         query_width=shape.num_heads * shape.head_dim,
         kv_width=shape.num_kv_heads * shape.head_dim,
-        wide=shape.feed_forward_width,
+        wide=(1 - sparse) * dense + sparse * (chosen * width + shared),
         num_heads=shape.num_heads,
         vocab_size=shape.vocab_size,
-        block=(total - embedding - head - shape.width) // shape.num_layers,
+        block=(total - embedding - head - shape.width) / shape.num_layers,
         embedding=embedding,
         head=head,
         total=total,
+        experts=ExpertCosts(sparse, shape.num_experts, chosen, width, shared, dense, routed) if sparse else None,
     )
 
 
@@ -113,6 +145,7 @@ RECOMPUTES = (KEEP_ALL, KEEP_MATMULS, KEEP_HALF, KEEP_ATTENTION, KEEP_INPUT)
 """From what keeps most to what keeps least."""
 
 FLOAT32 = 4
+BFLOAT16 = 2
 
 
 def kept_bytes(costs: ModelCosts, kept: Recompute, itemsize: int, tp: int, splits_stream: bool) -> float:
@@ -127,5 +160,8 @@ def kept_bytes(costs: ModelCosts, kept: Recompute, itemsize: int, tp: int, split
     """
     split = kept.queries * costs.query_width + kept.keys * costs.kv_width + kept.wide * costs.wide
     stream = kept.stream * costs.width
+    # A token's input to experts is copied for each that it is sent to.
+    copies = 1.0 if costs.experts is None else 1 + costs.experts.share * (costs.experts.chosen - 1) / 2
+    whole = kept.gathered * costs.width * copies
     sums = FLOAT32 * costs.num_heads if kept.keeps_attention else 0
-    return itemsize * (split / tp + stream / (tp if splits_stream else 1) + kept.gathered * costs.width) + sums / tp
+    return itemsize * (split / tp + stream / (tp if splits_stream else 1) + whole) + sums / tp

@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple, get_args
 
+from parallel.config import DEGREES
 from parallel.ledger.parts import num_shards
 from parallel.planner.accounting import Accounting, state_bytes
-from parallel.planner.candidate import Request
+from parallel.planner.candidate import BUCKET_CAP_MB, Candidate, Request
 from parallel.planner.constants import CONSTANTS
 from parallel.planner.costs import model_costs
 from parallel.planner.hardware import Gpu
-from parallel.planner.search import Found, Plan, evaluate, search, smallest
+from parallel.planner.ranking import Plan, evaluate
+from parallel.planner.search import Found, search, smallest
 from parallel.traits import TRAITS
 
 PARTS = {
@@ -19,9 +21,11 @@ PARTS = {
     "memory_s": "small operations, bound by memory bandwidth",
     "tp_s": "traffic of tp",
     "cp_s": "traffic of cp",
+    "ep_s": "traffic of ep",
     "pp_s": "traffic of pp",
     "dp_s": "traffic of parameters and gradients that nothing hides",
     "bubble_s": "idling in the pipeline",
+    "host_s": "states that go to host memory and back",
 }
 """What the parts of a step's time are, in words."""
 TIGHT = 0.9
@@ -80,9 +84,14 @@ def why_behind(best: Plan, other: Plan) -> str:
         best: The plan that won.
         other: The one behind it.
     """
+    if other.time.step_s < best.time.step_s and not other.unvalidated:
+        return (
+            f"{1 - best.ranked_s / other.ranked_s:.1%} behind with the allowance for what is not plain; predicted "
+            f"{other.tokens_per_s / best.tokens_per_s - 1:+.1%}"
+        )
     if other.time.step_s < best.time.step_s:
         return (
-            f"{1 - best.doubted_s / other.doubted_s:.1%} behind with the allowance for what no published result "
+            f"{1 - best.ranked_s / other.ranked_s:.1%} behind with the allowance for what no published result "
             f"checks ({', '.join(other.unvalidated)}); predicted {other.tokens_per_s / best.tokens_per_s - 1:+.1%}"
         )
     ours, theirs = best.time._asdict(), other.time._asdict()
@@ -109,6 +118,9 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
         for change, each in links.items()
     ]
     larger = {
+        "twice the GPUs and the global batch": replace(
+            request, num_gpus=2 * request.num_gpus, global_batch=2 * request.global_batch
+        ),
         "half as much memory again": replace(request, gpu=replace(gpu, memory_gib=1.5 * gpu.memory_gib)),
         "twice the global batch": replace(request, global_batch=2 * request.global_batch),
     }
@@ -131,12 +143,17 @@ def refusal(request: Request, found: Found, gpus: dict[str, Gpu]) -> str:
             f"of {request.global_batch} sequences"
         )
         return f"{reason}; nearest that works: {_nearest(_other_numbers(request))}"
-    missing = least.memory.reserved - request.usable_bytes
+    missing, in_host = least.memory.reserved - request.usable_bytes, least.memory.host - request.gpu.host_memory_bytes
+    ways = f"nothing fits: of {found.num_degrees} ways to split, the smallest"
     reason = (
-        f"nothing fits: of {found.num_degrees} ways to split, the smallest needs {least.memory.reserved:.0f} bytes a "
-        f"GPU ({describe(least)}), {missing:.0f} bytes more than the {request.usable_bytes:.0f} that may be used of a "
-        f"{request.gpu.name}"
+        f"{ways} needs {least.memory.reserved:.0f} bytes a GPU ({describe(least)}), {missing:.0f} bytes more than the "
+        f"{request.usable_bytes:.0f} that may be used of a {request.gpu.name}"
     )
+    if missing <= 0:
+        reason = (
+            f"{ways} on the GPU ({describe(least)}) needs {least.memory.host:.0f} bytes of host memory for each, "
+            f"{in_host:.0f} bytes more than the {request.gpu.host_memory_bytes:.0f} that {request.gpu.name} has"
+        )
     return f"{reason}; nearest that works: {_nearest(_larger(request, gpus))}"
 
 
@@ -146,14 +163,26 @@ def describe(plan: Plan) -> str:
     Args:
         plan: A plan.
     """
-    config, candidate = plan.candidate.config, plan.candidate
+    config, candidate, options = plan.candidate.config, plan.candidate, plan.candidate.options
     words: list[str] = [config.data_parallel, config.strategy or ""]
-    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
-        words += [f"{axis} {getattr(config, axis)}"] if getattr(config, axis) > 1 else []
+    words += [f"{axis} {getattr(config, axis)}" for axis in DEGREES if getattr(config, axis) > 1]
+    words += ["without sequence parallel"] if not config.sequence_parallel else []
     words += [config.schedule or "", config.cp_method or ""]
-    words += [f"reshard_group {config.sharding.reshard_group}"] if config.sharding.reshard_group else []
     words += [f"recompute {candidate.recompute.name}"]
+    words += [f"units {options.units}"] if options.units != "block" else []
+    words += [f"reshard_group {options.reshard_group}"] if options.reshard_group else []
+    words += [f"prefetch {options.prefetch}"] if options.prefetch else []
+    words += [f"buckets {options.bucket_cap_mb:g} MiB"] if options.bucket_cap_mb != BUCKET_CAP_MB else []
+    words += ["sums in bfloat16"] if options.reduce == "bfloat16" else []
+    words += ["states in host memory"] if config.sharding.cpu_offload else []
+    words += ["gradients summed once"] if _sums_late(candidate) else []
     return " ".join(each for each in words if each)
+
+
+def _sums_late(candidate: Candidate) -> bool:
+    """Whether gradients stay whole over the micro-batches though they need not."""
+    layout = candidate.layout()
+    return layout.reduce_gradients == "last"
 
 
 def _nearest(requests: Iterator[tuple[str, Request]]) -> str:

@@ -2,10 +2,13 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+CPU = "cpu"
+"""Name of what stands for ranks on this machine's processors, of which the figures are measured on the spot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,9 @@ class Gpu:
         node_link_gb_per_s: What a GPU sends to others of its node, in GB/s.
         network_link_gb_per_s: What a GPU sends to other nodes, in GB/s.
         hop_latency_us: Time that each step of a ring takes beside its bytes, in microseconds.
+        host_link_gb_per_s: What a GPU exchanges with the host's memory, in GB/s; may be left out, as PCIe 4 then.
+        host_gb_per_s: What the host moves for each GPU in its own memory, in GB/s; may be left out.
+        host_memory_gib: Host memory for each GPU, in GiB; may be left out.
     """
 
     name: str
@@ -33,6 +39,9 @@ class Gpu:
     node_link_gb_per_s: float
     network_link_gb_per_s: float
     hop_latency_us: float
+    host_link_gb_per_s: float = 25.0
+    host_gb_per_s: float = 25.0
+    host_memory_gib: float = 128.0
 
     def __post_init__(self) -> None:
         """Checks the ranges.
@@ -50,6 +59,16 @@ class Gpu:
                 raise ValueError(f"GPU {self.name!r}: {name}={value!r} must be a positive number")
         if not isinstance(self.gpus_per_node, int):
             raise ValueError(f"GPU {self.name!r}: gpus_per_node={self.gpus_per_node!r} must be an integer")
+
+    @property
+    def device(self) -> str:
+        """Type of torch's device."""
+        return "cpu" if self.name == CPU else "cuda"
+
+    @property
+    def host_memory_bytes(self) -> float:
+        """Host memory for each GPU, in bytes."""
+        return self.host_memory_gib * 2**30
 
     @property
     def memory_bytes(self) -> float:
@@ -100,10 +119,11 @@ def _parse(text: str, where: str) -> dict[str, Gpu]:
 
 
 def _gpu(name: str, values: Any, where: str) -> Gpu:
-    wanted = {each.name for each in fields(Gpu)} - {"name"}
+    known = {each.name: each.default is MISSING for each in fields(Gpu) if each.name != "name"}
     given = set(values) if isinstance(values, Mapping) else set()
-    if given != wanted:
+    missing = sorted(each for each, is_needed in known.items() if is_needed and each not in given)
+    if missing or given - set(known):
         raise ValueError(
-            f"{where}, entry {name!r}: missing fields {sorted(wanted - given)}, unknown fields {sorted(given - wanted)}"
+            f"{where}, entry {name!r}: missing fields {missing}, unknown fields {sorted(given - set(known))}"
         )
     return Gpu(name=name, **values)

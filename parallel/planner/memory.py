@@ -7,6 +7,7 @@ from parallel.ledger.states import ADAM_MOMENTS
 from parallel.planner.candidate import Candidate
 from parallel.planner.constants import Constants
 from parallel.planner.costs import FLOAT32, KEEP_ALL, ModelCosts, kept_bytes
+from parallel.planner.gathering import parts_of_block
 from parallel.planner.pipeline import StageLoad, stage_loads
 from parallel.traits import TRAITS
 
@@ -33,6 +34,7 @@ class Memory(NamedTuple):
         activations: Kept for backward, and of the block that runs.
         logits: Of the loss.
         reserved: All of it with what the caching allocator holds beyond.
+        host: In the host's memory; no part of the others.
     """
 
     moment: str
@@ -43,6 +45,7 @@ class Memory(NamedTuple):
     activations: float
     logits: float
     reserved: float
+    host: float
 
     @property
     def allocated(self) -> float:
@@ -79,13 +82,10 @@ def _peak_of_stage(
     costs: ModelCosts, candidate: Candidate, load: StageLoad, num_tokens: int, constants: Constants, logits: Logits
 ) -> Memory:
     config = candidate.config
-    tp, shards = config.tp, num_shards(config)
-    itemsize = FLOAT32 if config.precision.compute == "stored" else 2
-    head = costs.head or costs.embedding if load.has_head else 0
+    tp, shards, itemsize = config.tp, num_shards(config), candidate.itemsize
     embedding = costs.embedding if load.has_embedding else 0
-    own = (load.num_blocks * costs.block + embedding + (costs.head if load.has_head else 0)) / tp
-    block = costs.block / tp
-
+    own = load.num_blocks * costs.block / tp + (embedding + (costs.head if load.has_head else 0)) / tp
+    unit = largest_unit(costs, candidate)
     stored = FLOAT32 * own / shards
     rows = config.dp_replicate * config.cp if TRAITS[config.data_parallel].splits_optimizer_rows else shards
     moments = ADAM_MOMENTS * FLOAT32 * own / rows
@@ -93,30 +93,59 @@ def _peak_of_stage(
     once = candidate.reduce_gradients == "last" and (candidate.num_micro_batches > 1 or config.pp > 1)
     gradients = FLOAT32 * own / (1 if once else shards)
     earlier = gradients if once or candidate.num_micro_batches > 1 else 0.0
+    host = 0.0
+    if config.sharding.cpu_offload:
+        host, stored, moments = stored + moments + FLOAT32 * own / shards, 0.0, 0.0
+        gradients, earlier = (gradients, earlier) if once else (0.0, 0.0)
 
-    is_whole = config.pp > 1 or config.resolved_strategy not in ("full_shard", "hybrid_shard")
-    copies = TRAITS[config.data_parallel].shards or itemsize != FLOAT32
-    whole = itemsize * own if is_whole and copies else 0.0
-    kept_part = config.sharding.reshard_group
-    whole += itemsize * load.num_blocks * block / kept_part if kept_part and not is_whole else 0.0
-    in_flight = 0.0 if is_whole else UNITS_IN_FLIGHT * itemsize * block
-    exchange = (itemsize + FLOAT32) * block if shards > 1 else itemsize * block
-
+    whole, in_flight = _gathered(costs, candidate, load, own, unit)
+    reduced = FLOAT32 if itemsize == FLOAT32 or candidate.options.reduce == "float32" else itemsize
+    exchange = (itemsize + reduced) * unit if shards > 1 else itemsize * unit
+    head = (costs.head or costs.embedding) / tp if load.has_head else 0.0
     kept, running, stream = _activations(costs, candidate, load, num_tokens, itemsize)
     loss = _logit_bytes(costs, num_tokens, tp, config.loss_parallel, itemsize, logits) if load.has_head else 0.0
-    head_unit = 0.0 if is_whole else itemsize * (head / tp + block)
-    root = 0.0 if is_whole else itemsize * embedding / tp
+    frees = in_flight > 0
     moments_of_step = (
-        ("loss", earlier, whole + head_unit, kept + 4 * stream, loss),
-        ("backward", max(earlier, FLOAT32 * block / shards), whole + in_flight + exchange, kept + running, 0.0),
-        ("step", gradients, whole + root + FLOAT32 * embedding / tp, 0.0, 0.0),
+        ("loss", earlier, whole + (itemsize * (head + unit) if frees else 0.0), kept + 4 * stream, loss),
+        ("backward", max(earlier, FLOAT32 * unit / shards), whole + in_flight + exchange, kept + running, 0.0),
+        ("step", gradients, whole + ((itemsize if frees else 0) + FLOAT32) * embedding / tp, 0.0, 0.0),
     )
     memories = (
-        Memory(moment, stored, held, moments, unsharded, activations, in_loss, 0.0)
+        Memory(moment, stored, held, moments, unsharded, activations, in_loss, 0.0, host)
         for moment, held, unsharded, activations, in_loss in moments_of_step
     )
     peak = max(memories, key=lambda memory: memory.allocated)
     return peak._replace(reserved=peak.allocated * (1 + constants.reserved_share))
+
+
+def largest_unit(costs: ModelCosts, candidate: Candidate) -> float:
+    """Elements of the largest unit of blocks that a rank gathers.
+
+    Args:
+        costs: The model.
+        candidate: The layout and what varies within it.
+    """
+    config = candidate.config
+    block = (costs.block - costs.routed(1) + costs.routed(config.ep)) / config.tp
+    if candidate.options.units != "size":
+        return block
+    parts = parts_of_block(costs, candidate.options.unit_min_parameters)
+    feed_forward = costs.width * costs.wide / config.tp
+    attention = 2 * costs.width * (costs.query_width + costs.kv_width) / config.tp
+    return max(attention, feed_forward if parts > 2 else 3 * feed_forward)
+
+
+def _gathered(costs: ModelCosts, candidate: Candidate, load: StageLoad, own: float, unit: float) -> tuple[float, float]:
+    """Bytes of parameters that stay gathered through a step, and of those that come and go in backward."""
+    config, options, itemsize = candidate.config, candidate.options, candidate.itemsize
+    stays = config.pp > 1 or config.resolved_strategy not in ("full_shard", "hybrid_shard") or options.units == "model"
+    if stays:
+        return (itemsize * own if TRAITS[config.data_parallel].shards or itemsize != FLOAT32 else 0.0), 0.0
+    group = options.reshard_group
+    kept = itemsize * load.num_blocks * costs.block / config.tp / group if group else 0.0
+    # A flattened root, with embedding and head, stays through backward.
+    kept += itemsize * (costs.embedding + costs.head) / config.tp if TRAITS[config.data_parallel].flattens else 0.0
+    return kept, (UNITS_IN_FLIGHT + max(0, options.prefetch - 1)) * itemsize * unit
 
 
 def _activations(

@@ -1,68 +1,42 @@
 """Finds the layouts that fit and train fastest, without evaluating those that cannot be among them."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from parallel.config import ParallelConfig
+from parallel.config import DEGREES, ParallelConfig
 from parallel.planner.bounds import Degrees, Kind, least_bytes, least_time_s
-from parallel.planner.candidate import Candidate, Request
+from parallel.planner.candidate import Candidate, Options, Request
+from parallel.planner.choices import choices, fastest, leanest, price
 from parallel.planner.constants import CONSTANTS, Constants
-from parallel.planner.costs import ModelCosts, model_costs
-from parallel.planner.enumeration import candidates, divisors, layouts, legal_degrees, schedules
-from parallel.planner.memory import Memory, predict_memory
-from parallel.planner.timing import Time, predict_time
+from parallel.planner.costs import KEEP_ALL, ModelCosts, model_costs
+from parallel.planner.enumeration import (
+    candidates,
+    divisors,
+    is_accepted,
+    layouts,
+    legal_degrees,
+    possible_layouts,
+    schedules,
+)
+from parallel.planner.memory import predict_memory
+from parallel.planner.pipeline import bubble
+from parallel.planner.ranking import Plan, doubt, evaluate, rank
+from parallel.planner.timing import Computed, compute_time, with_options
 from parallel.planner.waiting import Ranks, join_ranks
 
-UNVALIDATED = {
-    "pp": "pipeline stages and their bubble",
-    "cp": "what context parallel sends",
-    "dp_replicate": "gradients over replicas",
-}
-"""Axes whose terms no published row checks, by the words for those terms."""
-DOUBT = 0.05
-"""How much faster a layout must be for each such axis to be ranked above one without."""
+Allows = Callable[[Degrees, Kind], bool]
+"""Says of degrees and a backend with its strategy whether they may be chosen."""
 
 
-class Plan(NamedTuple):
-    """A candidate with what is predicted of it.
-
-    Attributes:
-        request: What it answers.
-        candidate: The layout and what varies within it.
-        memory: Of the rank that holds most.
-        time: Of a step.
-    """
-
-    request: Request
-    candidate: Candidate
-    memory: Memory
-    time: Time
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens a second of each GPU."""
-        request = self.request
-        return request.global_batch * request.sequence_length / (self.time.step_s * request.num_gpus)
-
-    @property
-    def doubted_s(self) -> float:
-        """Time of a step, with an allowance for terms that nothing checks."""
-        return self.time.step_s * doubt(self.candidate.config)
-
-    @property
-    def unvalidated(self) -> tuple[str, ...]:
-        """Terms of the prediction that no published row checks."""
-        return tuple(words for axis, words in UNVALIDATED.items() if getattr(self.candidate.config, axis) > 1)
-
-
-def doubt(degrees: Degrees | ParallelConfig) -> float:
-    """The factor by which times of a layout are raised for terms that nothing checks.
+def anything(_degrees: Degrees, _kind: Kind) -> bool:
+    """Allows every layout.
 
     Args:
-        degrees: Ranks along each axis.
+        _degrees: Ranks along each axis.
+        _kind: Backend and strategy.
     """
-    return 1 + DOUBT * sum(getattr(degrees, axis) > 1 for axis in UNVALIDATED)
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +44,9 @@ class Found:
     """What a search found.
 
     Attributes:
-        plans: The fastest that fit, best first, one for each layout.
+        plans: The fastest that fit, best first, one for each way to split and shard.
         num_degrees: Legal ways to give degrees to the axes.
-        num_evaluated: Candidates of which memory was predicted.
+        num_evaluated: Candidates that were looked at.
         num_too_large: Those among them that do not fit.
     """
 
@@ -82,7 +56,7 @@ class Found:
     num_too_large: int
 
 
-def search(request: Request, constants: Constants = CONSTANTS, most: int = 10) -> Found:
+def search(request: Request, constants: Constants = CONSTANTS, most: int = 10, allows: Allows = anything) -> Found:
     """The fastest layouts that fit.
 
     Degrees come in the order of a lower bound of their step time. Once that bound is above the time of the last of
@@ -92,9 +66,7 @@ def search(request: Request, constants: Constants = CONSTANTS, most: int = 10) -
         request: What is to be trained on what.
         constants: What is taken from measurement.
         most: Layouts to find.
-
-    Raises:
-        ValueError: If the model has experts.
+        allows: Restricts the layouts.
     """
     costs = model_costs(request.shape)
     legal = legal_degrees(request)
@@ -106,31 +78,51 @@ def search(request: Request, constants: Constants = CONSTANTS, most: int = 10) -
     best: list[Plan] = []
     evaluated = too_large = 0
     for least_s, degrees, schedule in ordered:
-        limit_s = best[-1].doubted_s if len(best) == most else math.inf
+        limit_s = best[-1].ranked_s if len(best) == most else math.inf
         if least_s > limit_s:
             break
 
         def may_fit(kind: Kind, degrees: Degrees = degrees) -> bool:
-            return least_bytes(costs, request, degrees, kind) <= request.usable_bytes
+            return allows(degrees, kind) and least_bytes(costs, request, degrees, kind) <= request.usable_bytes
 
-        for config in layouts(request, degrees, schedule or None, may_fit):
-            limit_s = best[-1].doubted_s if len(best) == most else math.inf
-            plan, tried, failed = _best_of_layout(request, costs, config, constants, limit_s)
-            evaluated, too_large = evaluated + tried, too_large + failed
+        bounds: dict[tuple[object, ...], float] = {}
+        for config in possible_layouts(request, degrees, schedule or None, may_fit):
+            limit_s = best[-1].ranked_s if len(best) == most else math.inf
+            way = (config.cp_method, config.sequence_parallel, config.ep)
+            if way not in bounds:
+                bounds[way] = _least_s(request, costs, config, constants)
+            if bounds[way] * doubt(config) > limit_s:
+                continue
+            layout = _Layout(request, costs, config, constants)
+            plan = layout.best(limit_s)
+            evaluated, too_large = evaluated + layout.tried, too_large + layout.failed
             if plan is not None:
-                best = sorted([*best, plan], key=_rank)[:most]
+                best = _with_plan(best, plan)[:most]
     return Found(plans=tuple(best), num_degrees=len(legal), num_evaluated=evaluated, num_too_large=too_large)
 
 
-def smallest(request: Request, constants: Constants = CONSTANTS) -> Plan | None:
+def _with_plan(best: list[Plan], plan: Plan) -> list[Plan]:
+    """The plans with another one, the better of two that split and shard alike."""
+
+    def way(each: Plan) -> tuple[object, ...]:
+        config = each.candidate.config
+        return (*(getattr(config, axis) for axis in DEGREES), config.resolved_strategy)
+
+    alike = [each for each in best if way(each) == way(plan)]
+    others = [each for each in best if way(each) != way(plan)]
+    return sorted([*others, min([*alike, plan], key=rank)], key=rank)
+
+
+def smallest(request: Request, constants: Constants = CONSTANTS, allows: Allows = anything) -> Plan | None:
     """The layout that holds least, whether it fits or not; None where no degrees are legal.
 
     Args:
         request: What is to be trained on what.
         constants: What is taken from measurement.
+        allows: Restricts the layouts.
     """
     costs = model_costs(request.shape)
-    kind = Kind("fsdp2", "full_shard")
+    kind = Kind("fsdp2", "full_shard", True)
     ordered = sorted((least_bytes(costs, request, each, kind), each) for each in legal_degrees(request))
     best: Plan | None = None
     for fewest_bytes, degrees in ordered:
@@ -139,69 +131,97 @@ def smallest(request: Request, constants: Constants = CONSTANTS) -> Plan | None:
             break
 
         def may_be_smaller(kind: Kind, degrees: Degrees = degrees, limit_bytes: float = limit_bytes) -> bool:
-            return least_bytes(costs, request, degrees, kind) < limit_bytes
+            return allows(degrees, kind) and least_bytes(costs, request, degrees, kind) < limit_bytes
 
         configs = [each for name in schedules(degrees) for each in layouts(request, degrees, name, may_be_smaller)]
         for config in configs:
             for row in candidates(request, config, 1):
-                memory = predict_memory(costs, row[-1], request.sequence_length, constants)
+                least = row[-1]._replace(options=leanest(choices(request, costs, row[-1])))
+                memory = predict_memory(costs, least, request.sequence_length, constants)
                 if best is None or memory.reserved < best.memory.reserved:
-                    best = evaluate(request, costs, row[-1], constants, memory)
+                    best = evaluate(request, costs, least, constants, memory)
     return best
 
 
-def evaluate(
-    request: Request,
-    costs: ModelCosts,
-    candidate: Candidate,
-    constants: Constants,
-    memory: Memory | None = None,
-    ranks: Ranks | None = None,
-) -> Plan:
-    """Predicts one candidate.
+def _least_s(request: Request, costs: ModelCosts, config: ParallelConfig, constants: Constants) -> float:
+    """What any micro-batch takes at least: the largest computes best, and the smallest fills a pipeline best."""
+    sequences = request.global_batch // (config.dp_replicate * config.dp_shard)
+    whole = Candidate(config, KEEP_ALL, "last", sequences, 1)
+    ranks = join_ranks(config, request.gpu, constants)
+    computed = compute_time(costs, whole, request.sequence_length, request.gpu, constants, ranks)
+    idle = bubble(config.schedule, config.pp, sequences) if config.schedule is not None else 0.0
+    # What the optimizer takes depends on the backend, and is nothing here where states are in host memory.
+    return (computed.step_s - computed.time.bubble_s - computed.optimizer_s) * (1 + idle)
 
-    Args:
-        request: What is to be trained on what.
-        costs: The model.
-        candidate: The layout and what varies within it.
-        constants: What is taken from measurement.
-        memory: What was predicted of its memory, where that is known.
-        ranks: The links of its layout, where they are known.
+
+class _Layout:
+    """One layout, of which the fastest candidate that fits is looked for.
+
+    Attributes:
+        tried: Candidates that were looked at.
+        failed: Those among them that do not fit.
     """
-    length, gpu = request.sequence_length, request.gpu
-    ranks = ranks or join_ranks(candidate.config, gpu, constants)
-    time = predict_time(costs, candidate, length, gpu, constants, ranks)
-    return Plan(request, candidate, memory or predict_memory(costs, candidate, length, constants), time)
 
+    def __init__(self, request: Request, costs: ModelCosts, config: ParallelConfig, constants: Constants) -> None:
+        self._request, self._costs, self._config, self._constants = request, costs, config, constants
+        self._ranks: Ranks = join_ranks(config, request.gpu, constants)
+        self._doubt = doubt(config)
+        self._best: Plan | None = None
+        self.tried = self.failed = 0
 
-def _best_of_layout(
-    request: Request, costs: ModelCosts, config: ParallelConfig, constants: Constants, limit_s: float
-) -> tuple[Plan | None, int, int]:
-    """The fastest candidate of a layout that fits and beats a limit; how many were tried, and how many do not fit."""
-    best: Plan | None = None
-    tried = failed = 0
-    ranks, doubts = join_ranks(config, request.gpu, constants), doubt(config)
-    for micro_batch in divisors(request.global_batch // (config.dp_replicate * config.dp_shard)):
-        fits = True
-        for row in candidates(request, config, micro_batch):
-            for candidate in row:
-                time = predict_time(costs, candidate, request.sequence_length, request.gpu, constants, ranks)
-                tried += 1
-                if time.step_s * doubts > limit_s:
-                    break
-                memory = predict_memory(costs, candidate, request.sequence_length, constants)
-                fits = memory.reserved <= request.usable_bytes
-                if fits:
-                    plan = Plan(request, candidate, memory, time)
-                    best = plan if best is None else min(best, plan, key=_rank)
-                    limit_s = best.doubted_s
-                    break
-                failed += 1
-        if not fits:
-            # Larger micro-batches hold more.
-            break
-    return best, tried, failed
+    def best(self, limit_s: float) -> Plan | None:
+        """The fastest candidate that fits and whose ranked time is below a limit.
 
+        Args:
+            limit_s: The limit.
+        """
+        config, request = self._config, self._request
+        sizes = divisors(request.global_batch // (config.dp_replicate * config.dp_shard))
+        for micro_batch in sizes:
+            outcomes: list[bool] = []
+            for row in candidates(request, config, micro_batch):
+                for candidate in row:
+                    limit_s = limit_s if self._best is None else min(limit_s, self._best.ranked_s)
+                    outcome = self._look(candidate, limit_s)
+                    if outcome is None:
+                        break
+                    outcomes.append(outcome)
+            if outcomes and not any(outcomes):
+                # Larger micro-batches hold more.
+                break
+        return self._best if self._best is not None and is_accepted(request, config) else None
 
-def _rank(plan: Plan) -> tuple[float, float]:
-    return plan.doubted_s, plan.memory.reserved
+    def _look(self, candidate: Candidate, limit_s: float) -> bool | None:
+        """Tries all options of a candidate; whether any fits, None where none can be fast enough."""
+        request, costs, constants = self._request, self._costs, self._constants
+        computed = compute_time(costs, candidate, request.sequence_length, request.gpu, constants, self._ranks)
+        if computed.step_s * self._doubt > limit_s:
+            return None
+        options = choices(request, costs, candidate)
+        ideal = computed.step_s + min(sum(self._added(computed, candidate, each)) for each in fastest(options))
+        if ideal * self._doubt > limit_s:
+            return None
+        self.tried += 1
+        if not self._fits(candidate._replace(options=leanest(options))):
+            self.failed += 1
+            return False
+        for each in options:
+            if ideal * self._doubt * price(each) > limit_s:
+                break
+            dp_s, host_s = self._added(computed, candidate, each)
+            if (computed.step_s + dp_s + host_s) * self._doubt * price(each) <= limit_s:
+                time = computed.time._replace(dp_s=dp_s, host_s=host_s)
+                chosen = candidate._replace(options=each)
+                memory = predict_memory(costs, chosen, request.sequence_length, constants)
+                plan = Plan(request, chosen, memory, time)
+                if plan.fits and (self._best is None or rank(plan) < rank(self._best)):
+                    self._best, limit_s = plan, min(limit_s, plan.ranked_s)
+        return True
+
+    def _added(self, computed: Computed, candidate: Candidate, options: Options) -> tuple[float, float]:
+        return with_options(self._costs, candidate, options, computed, self._constants, self._ranks)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        memory = predict_memory(self._costs, candidate, self._request.sequence_length, self._constants)
+        host = self._request.gpu.host_memory_bytes
+        return memory.reserved <= self._request.usable_bytes and memory.host <= host

@@ -1,16 +1,14 @@
-"""Predicts how long the collectives of each axis take, and what of that computation hides."""
+"""Predicts how long the collectives of the axes within a micro-batch take: tp, cp, ep, and between stages."""
 
 from typing import NamedTuple
 
 from parallel.config import ParallelConfig
-from parallel.ledger.parts import num_shards
 from parallel.planner.candidate import Candidate
 from parallel.planner.constants import Constants
 from parallel.planner.costs import FLOAT32, ModelCosts
 from parallel.planner.hardware import Gpu
-from parallel.planner.links import Link
+from parallel.planner.links import Link, link_of_view
 from parallel.schedules import traits_of
-from parallel.traits import TRAITS
 
 
 class Ranks(NamedTuple):
@@ -18,19 +16,25 @@ class Ranks(NamedTuple):
 
     Attributes:
         config: The layout.
+        gpu: What has the links.
         tp: Of each matrix.
         cp: Of a sequence.
         pp: Of a pipeline.
         fsdp: Of a copy of the parameters.
         replicas: Of the same part of the parameters.
+        ep: Of the experts of a layer.
+        experts: Of each expert.
     """
 
     config: ParallelConfig
+    gpu: Gpu
     tp: Link
     cp: Link
     pp: Link
     fsdp: Link
     replicas: Link
+    ep: Link
+    experts: Link
 
 
 def join_ranks(config: ParallelConfig, gpu: Gpu, constants: Constants) -> Ranks:
@@ -43,7 +47,11 @@ def join_ranks(config: ParallelConfig, gpu: Gpu, constants: Constants) -> Ranks:
     """
     over_replicas = "loss" if config.resolved_strategy == "no_shard" else "dp_replicate"
     views = ("tp", "cp", "pp", "fsdp", over_replicas)
-    return Ranks(config, *(Link(config, view, gpu, constants) for view in views))
+    links = [link_of_view(config, view, gpu, constants) for view in views]
+    # Neighbours along fsdp share the experts.
+    links.append(Link(config.ep, config.tp, gpu, constants))
+    links.append(Link(config.dp_shard * config.cp // config.ep, config.tp * config.ep, gpu, constants))
+    return Ranks(config, gpu, *links)
 
 
 def exposed(sent_s: float, behind_s: float, constants: Constants) -> float:
@@ -58,12 +66,19 @@ def exposed(sent_s: float, behind_s: float, constants: Constants) -> float:
     return max(0.0, sent_s - constants.overlap * behind_s) + hidden
 
 
-def tensor_parallel_s(costs: ModelCosts, candidate: Candidate, num_tokens: int, itemsize: int, link: Link) -> float:
-    """Seconds of one block for one micro-batch; nothing hides them, as each matmul waits for what it is given."""
+def tensor_parallel_s(costs: ModelCosts, candidate: Candidate, num_tokens: int, link: Link) -> float:
+    """Seconds of one block for one micro-batch; nothing hides them, as each matmul waits for what it is given.
+
+    Args:
+        costs: The model.
+        candidate: The layout and what varies within it.
+        num_tokens: Tokens of a micro-batch on this rank.
+        link: What joins the ranks of `tp`.
+    """
     if link.ranks == 1:
         return 0.0
     recompute = candidate.recompute
-    hidden = num_tokens * costs.width * itemsize
+    hidden = num_tokens * costs.width * candidate.itemsize
     again = recompute.checkpointing != "none"
     # The last sum of a block is not needed again.
     sums_again = again and not recompute.keeps_sums
@@ -75,17 +90,19 @@ def tensor_parallel_s(costs: ModelCosts, candidate: Candidate, num_tokens: int, 
 
 
 def context_parallel_s(
-    costs: ModelCosts,
-    candidate: Candidate,
-    num_tokens: int,
-    itemsize: int,
-    link: Link,
-    blocks: int,
-    attention_s: float,
-    constants: Constants,
+    costs: ModelCosts, candidate: Candidate, num_tokens: int, link: Link, attention_s: float, constants: Constants
 ) -> float:
-    """Seconds of all blocks for one micro-batch; a ring runs beside attention, the other methods before it."""
-    config, again = candidate.config, not candidate.recompute.keeps_attention
+    """Seconds of one block for one micro-batch; a ring runs beside attention, the other methods before it.
+
+    Args:
+        costs: The model.
+        candidate: The layout and what varies within it.
+        num_tokens: Tokens of a micro-batch on this rank.
+        link: What joins the ranks of `cp`.
+        attention_s: Time of attention in the block.
+        constants: How well collectives overlap.
+    """
+    config, again, itemsize = candidate.config, not candidate.recompute.keeps_attention, candidate.itemsize
     if link.ranks == 1:
         return 0.0
     keys = 2 * costs.kv_width / config.tp * num_tokens * itemsize
@@ -93,41 +110,44 @@ def context_parallel_s(
         # Backward sends keys and values with their gradients in float32.
         runs = 1 + again + 1 + FLOAT32 / itemsize
         others = link.ranks - 1
-        sent_s = blocks * runs * others * (keys / link.bytes_per_s + link.hop_s)
-        return exposed(sent_s, attention_s, constants)
+        return exposed(runs * others * (keys / link.direct_bytes_per_s + link.hop_s), attention_s, constants)
     if config.cp_method == "allgather":
-        return blocks * link.time_s("all_gather", (2 + again) * keys * link.ranks, 2 + again)
+        return link.time_s("all_gather", (2 + again) * keys * link.ranks, 2 + again)
     queries = 2 * costs.query_width / config.tp * num_tokens * itemsize
-    return blocks * link.time_s("all_to_all", (2 + again) * (keys + queries), 2 * (2 + again))
+    return link.time_s("all_to_all", (2 + again) * (keys + queries), 2 * (2 + again))
 
 
-def between_stages_s(costs: ModelCosts, config: ParallelConfig, num_tokens: int, itemsize: int, link: Link) -> float:
-    """Seconds of one rank for one micro-batch: the stream on, and its gradient back, once a lap."""
+def expert_parallel_s(costs: ModelCosts, candidate: Candidate, num_tokens: int, link: Link) -> float:
+    """Seconds of one block for one micro-batch: tokens go to their experts and come back, and so do gradients.
+
+    Args:
+        costs: The model.
+        candidate: The layout and what varies within it.
+        num_tokens: Tokens of a micro-batch on this rank.
+        link: What joins the ranks of `ep`.
+    """
+    if link.ranks == 1 or costs.experts is None:
+        return 0.0
+    count = 6 if candidate.recompute.checkpointing != "none" else 4
+    sent = num_tokens * costs.experts.chosen * costs.width * candidate.itemsize
+    return costs.experts.share * link.time_s("all_to_all", count * sent, count)
+
+
+def between_stages_s(costs: ModelCosts, candidate: Candidate, num_tokens: int, link: Link) -> float:
+    """Seconds of one rank for one micro-batch: the stream on, and its gradient back, once a lap.
+
+    Args:
+        costs: The model.
+        candidate: The layout and what varies within it.
+        num_tokens: Tokens of a micro-batch on this rank.
+        link: What joins the ranks of `pp`.
+    """
     if link.ranks == 1:
         return 0.0
-    laps = traits_of(config).fewest
-    return 2 * laps * (num_tokens * costs.width * itemsize / link.bytes_per_s + link.hop_s)
-
-
-def data_parallel_s(costs: ModelCosts, candidate: Candidate, blocks: int, itemsize: int, ranks: Ranks) -> float:
-    """Seconds that parameters and gradients travel in a step, whatever hides them."""
-    config, times, traits = candidate.config, candidate.num_micro_batches, TRAITS[candidate.config.data_parallel]
-    root = costs.embedding + costs.head if config.pp == 1 else costs.embedding
-    block, units = blocks * costs.block / config.tp, blocks + 2
-    own = block + root / config.tp
-    reduced = FLOAT32 if config.precision.reduce != "bfloat16" else 2
-    whole = config.resolved_strategy == "no_shard"
-    once = candidate.reduce_gradients == "last" or config.pp > 1 or not traits.sums_each_micro_batch
-    reductions = 1 if once else times
-    if whole:
-        sent_s = reductions * ranks.replicas.time_s("all_reduce", reduced * own, units)
-        if traits.splits_optimizer_rows:
-            sent_s += ranks.replicas.time_s("all_gather", FLOAT32 * own, units)
-        return sent_s
-    gathers = 1 if config.pp > 1 else times
-    sent_s = gathers * ranks.fsdp.time_s("all_gather", itemsize * own, units)
-    if config.pp == 1 and config.resolved_strategy in ("full_shard", "hybrid_shard"):
-        # Embedding and head are not gathered for backward.
-        sent_s += gathers * ranks.fsdp.time_s("all_gather", itemsize * block, blocks)
-    sent_s += reductions * ranks.fsdp.time_s("reduce_scatter", reduced * own, units)
-    return sent_s + reductions * ranks.replicas.time_s("all_reduce", reduced * own / num_shards(config), units)
+    config = candidate.config
+    part = config.tp if config.sequence_parallel else 1
+    return (
+        2
+        * traits_of(config).fewest
+        * (num_tokens * costs.width * candidate.itemsize / part / link.bytes_per_s + link.hop_s)
+    )

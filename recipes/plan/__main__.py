@@ -2,61 +2,28 @@
 
 import json
 import sys
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from pathlib import Path
 
-import tyro
-
-from models.llama import LlamaConfig
 from parallel.planner.candidate import Request
+from parallel.planner.claims import as_markdown, claims
 from parallel.planner.explain import refusal
-from parallel.planner.hardware import find_gpu, read_gpus
-from parallel.planner.search import search
+from parallel.planner.guide import walk
+from parallel.planner.hardware import read_gpus
+from parallel.planner.scaling import frontier, scale
+from parallel.planner.search import Found, search
 from recipes.command import parse
 from recipes.messages import one_message
+from recipes.plan.command import PlanCommand
+from recipes.plan.models import find_shape
+from recipes.plan.pictures import draw_frontier, draw_scaling
+from recipes.plan.published import read_rows
 from recipes.plan.recipe_file import write_recipe
-from recipes.plan.report import as_json, show
+from recipes.plan.report import as_json, show, show_curves, show_measured, show_walk
+from recipes.plan.rows_report import show_rows
+from recipes.plan.tune import Measured, tune
 
 NOTHING_FITS = 3
 """Exit code where no layout fits; the message says what would."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanCommand:
-    """Predicts memory and speed of every legal layout of a model, and ranks those that fit; needs no GPU.
-
-    What fsdp1 would take is what is predicted of fsdp2. Exit codes: 0 a plan was found; 1 an error, which stderr names;
-    2 a wrong command line; 3 nothing fits, and stderr says what is missing and what would work.
-
-    Attributes:
-        model: A preset, such as llama3.1-70b.
-        gpus: How many GPUs.
-        gpu: The kind of GPU, by its name in the table or in `--gpu-table`.
-        seq: Tokens of a sequence.
-        global_batch: Sequences of a step, over all GPUs.
-        headroom: Share of a GPU's memory that stays free.
-        reduce: Dtype in which gradients are summed over ranks.
-        compile: Compile blocks where the schedule allows it.
-        gpu_table: TOML file with more GPUs, or other figures for known ones.
-        top: Plans to show.
-        recipe: File that ends in .py, to write the best plan to as a recipe for recipes.train.
-        json: Print what is for programs.
-        debug: Show the traceback of an error.
-    """
-
-    model: Annotated[str, tyro.conf.Positional]
-    gpus: int
-    gpu: str
-    seq: int = 8192
-    global_batch: int = 512
-    headroom: float = 0.1
-    reduce: Literal["float32", "bfloat16"] = "float32"
-    compile: bool = True
-    gpu_table: str | None = None
-    top: int = 5
-    recipe: str | None = None
-    json: bool = False
-    debug: bool = False
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -71,28 +38,56 @@ def main(arguments: list[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     with one_message(debug="--debug" in words):
         command = parse(PlanCommand, words, "python -m recipes.plan")
-        if command.top < 1:
-            raise ValueError(f"top={command.top} must be at least 1")
-        request = Request(
-            shape=LlamaConfig.preset(command.model).shape,
-            gpu=find_gpu(command.gpu, command.gpu_table),
-            num_gpus=command.gpus,
-            sequence_length=command.seq,
-            global_batch=command.global_batch,
-            headroom=command.headroom,
-            compile=command.compile,
-            reduce=command.reduce,
-        )
-        found = search(request, most=command.top)
-        if not found.plans:
-            print(f"error: {refusal(request, found, read_gpus(command.gpu_table))}", file=sys.stderr)
-            raise SystemExit(NOTHING_FITS)
-        if command.recipe is not None:
-            write_recipe(command.recipe, command.model, found.plans[0])
-        if command.json:
-            print(json.dumps(as_json(command.model, found), indent=1))
+        if command.claims:
+            print(as_markdown(claims(find_shape)), end="")
+        elif command.rows is not None:
+            show_rows(read_rows(None if command.rows == "published" else command.rows), as_json=command.json)
         else:
-            show(command.model, found)
+            _plan(command)
+
+
+def _plan(command: PlanCommand) -> None:
+    request = command.request()
+    found = search(request, most=max(command.top, command.tune))
+    if not found.plans:
+        print(f"error: {refusal(request, found, read_gpus(command.gpu_table))}", file=sys.stderr)
+        if command.explain:
+            show_walk(walk(request))
+        raise SystemExit(NOTHING_FITS)
+    measured = _measure(command, found)
+    chosen = next((each.plan for each in measured if each.step_s is not None), found.plans[0])
+    if command.write is not None:
+        write_recipe(command.write, command.model, chosen)
+    if command.json:
+        guide = walk(request) if command.explain else None
+        curves = scale(found.plans[0]) if command.scaling is not None else ()
+        print(json.dumps(as_json(command.model, found, guide, curves, measured), indent=1))
+    else:
+        show(command.model, found, command.top)
+        if measured:
+            show_measured(measured)
+        if command.explain:
+            show_walk(walk(request))
+    _draw(command, request, found)
+
+
+def _measure(command: PlanCommand, found: Found) -> list[Measured]:
+    if not command.tune:
+        return []
+    return tune(command.model, found.plans[: command.tune], command.tune_steps, Path(command.tune_file))
+
+
+def _draw(command: PlanCommand, request: Request, found: Found) -> None:
+    if command.frontier is not None:
+        others = search(request, most=30).plans
+        draw_frontier(command.model, frontier(request), others, command.frontier)
+        print(f"wrote {command.frontier}", file=sys.stderr)
+    if command.scaling is not None:
+        curves = scale(found.plans[0])
+        if not command.json:
+            show_curves(curves)
+        draw_scaling(command.model, curves, command.scaling)
+        print(f"wrote {command.scaling}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,15 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from models.llama import LlamaConfig
-from parallel.planner.search import Plan
+from models.config import ModelConfig
+from parallel.planner.ranking import Plan
 from recipes.data import DataConfig
+from recipes.plan.models import ALIASES, find_config
 from recipes.recipe import OutputConfig, Recipe, TrainingConfig
 
 _HEAD = '''"""{about}"""
 
-from models.llama import LlamaConfig
+from {package} import {family}
 from parallel import {names}
 from recipes.data import DataConfig
 from recipes.recipe import OutputConfig, Recipe, TrainingConfig
@@ -33,13 +34,19 @@ def plan_recipe(model: str, plan: Plan) -> Recipe:
     """The recipe of a plan, with text that every machine has.
 
     Args:
-        model: A preset of `LlamaConfig`.
+        model: A preset.
         plan: Its plan.
+
+    Raises:
+        ValueError: If the model is a shape alone, which nothing here builds.
     """
+    config = find_config(model)
+    if config is None:
+        raise ValueError(f"{model!r} is only a shape, which can be planned for but not trained; name a preset")
     name = model.replace("-", "_").replace(".", "_")
     return Recipe(
         name=name,
-        model=LlamaConfig.preset(model),
+        model=config,
         parallel=plan.candidate.layout(),
         data=DataConfig(sequence_length=plan.request.sequence_length),
         training=TrainingConfig(
@@ -54,7 +61,7 @@ def write_recipe(path: str, model: str, plan: Plan) -> None:
 
     Args:
         path: File to write, which ends in .py.
-        model: A preset of `LlamaConfig`.
+        model: A preset.
         plan: Its plan.
 
     Raises:
@@ -62,21 +69,31 @@ def write_recipe(path: str, model: str, plan: Plan) -> None:
         OSError: If the file cannot be written, or there is one.
     """
     if not path.endswith(".py"):
-        raise ValueError(f"recipe={path!r} must end in .py: recipes.train runs such files")
+        raise ValueError(f"write={path!r} must end in .py: recipes.train runs such files")
     request = plan.request
     about = f"{model} on {request.num_gpus} {request.gpu.name}, as planned; set `data` to your text."
     recipe = plan_recipe(model, plan)
-    call = _call(recipe, 4, model)
+    call = _call(recipe, 4, ALIASES.get(model, model))
+    family = type(recipe.model)
+    # Configs are offered by the package of their family.
+    package = family.__module__.rpartition(".")[0]
     names = ", ".join(name for name in ("Buckets", "ParallelConfig", "Precision", "Sharding") if f"{name}(" in call)
-    text = _HEAD.format(about=about, names=names, world_size=request.num_gpus, recipe=call)
+    text = _HEAD.format(
+        about=about,
+        package=package,
+        family=family.__name__,
+        names=names,
+        world_size=request.num_gpus,
+        recipe=call,
+    )
     with Path(path).open("x", encoding="utf-8") as file:
         file.write(text)
 
 
 def _call(config: Any, indent: int, preset: str) -> str:
     """The expression that makes a config, with the fields that differ from their defaults."""
-    if isinstance(config, LlamaConfig):
-        return f"LlamaConfig.preset({json.dumps(preset)})"
+    if isinstance(config, ModelConfig):
+        return f"{type(config).__name__}.preset({json.dumps(preset)})"
     if isinstance(config, str):
         return json.dumps(config)
     if not is_dataclass(config):

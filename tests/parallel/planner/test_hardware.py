@@ -5,7 +5,7 @@ import pytest
 from parallel import ParallelConfig
 from parallel.planner.constants import CONSTANTS
 from parallel.planner.hardware import find_gpu, read_gpus
-from parallel.planner.links import Link
+from parallel.planner.links import Link, link_of_view
 
 OWN = """
 [mine]
@@ -62,11 +62,23 @@ def test_an_unknown_gpu_is_answered_with_those_that_are_known_and_their_bytes() 
 def test_a_group_has_as_many_network_links_as_ranks_in_a_node(
     degrees: dict[str, int], view: str, expected: float
 ) -> None:
-    assert Link(ParallelConfig(**degrees), view, GPU, CONSTANTS).bytes_per_s == expected  # type: ignore[arg-type]
+    link = link_of_view(ParallelConfig(**degrees), view, GPU, CONSTANTS)  # type: ignore[arg-type]
+    assert link.bytes_per_s == expected
+
+
+def test_what_goes_to_one_rank_or_all_at_once_crosses_a_link_between_nodes_alone() -> None:
+    within, across = Link(8, 1, GPU, CONSTANTS), Link(16, 1, GPU, CONSTANTS)
+    assert within.direct_bytes_per_s == NODE
+    assert across.direct_bytes_per_s == NETWORK < across.bytes_per_s
+
+
+def test_fields_of_the_host_may_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "gpus.toml"
+    path.write_text(OWN.format(memory=24.0) + "host_memory_gib = 64.0\n")
+    assert find_gpu("mine", str(path)).host_memory_bytes == 64 * 2**30
+    assert find_gpu("mine", str(path)).host_link_gb_per_s == 25.0
 
 
 def test_latency_of_a_ring_grows_with_its_ranks() -> None:
-    times = [
-        Link(ParallelConfig(dp_shard=ranks), "fsdp", GPU, CONSTANTS).time_s("all_gather", 0.0) for ranks in (16, 512)
-    ]
+    times = [Link(ranks, 1, GPU, CONSTANTS).time_s("all_gather", 0.0) for ranks in (16, 512)]
     assert times == pytest.approx([15 * 4e-6, 511 * 4e-6])

@@ -1,0 +1,176 @@
+"""Predicts how long parameters and gradients travel in a step, and what of that nothing hides."""
+
+from typing import NamedTuple
+
+from parallel.collective_ops import Kind
+from parallel.config import ParallelConfig
+from parallel.ledger.parts import num_shards
+from parallel.planner.candidate import PLAIN, Candidate, Options
+from parallel.planner.constants import Constants
+from parallel.planner.costs import BFLOAT16, FLOAT32, ModelCosts
+from parallel.planner.hardware import Gpu
+from parallel.planner.links import GB, Link
+from parallel.planner.waiting import Ranks, exposed
+from parallel.traits import TRAITS
+
+MIB = 2**20
+
+
+class Work(NamedTuple):
+    """What a rank computes in a step, behind which parameters and gradients can travel.
+
+    Attributes:
+        blocks: Its blocks.
+        forward_s: Forward of one block for one micro-batch.
+        behind_s: All of it, with waiting for `tp`.
+    """
+
+    blocks: int
+    forward_s: float
+    behind_s: float
+
+
+class Held(NamedTuple):
+    """Elements that a rank gathers or sums, those of all ranks that share them.
+
+    Attributes:
+        blocks: Of its blocks, experts that `ep` carves out left out.
+        routed: Of its experts where `ep` carves them out.
+        root: Of embedding and head.
+        units: Units that they make.
+    """
+
+    blocks: float
+    routed: float
+    root: float
+    units: float
+
+
+def elements_held(costs: ModelCosts, config: ParallelConfig, options: Options, blocks: int) -> Held:
+    """What a rank has to gather.
+
+    Args:
+        costs: The model.
+        config: The layout.
+        options: How it groups and sends.
+        blocks: Blocks of the rank.
+    """
+    own, routed = costs.block / config.tp, 0.0
+    if config.ep > 1:
+        own, routed = own - costs.routed(1) / config.tp, costs.routed(config.ep) / config.tp
+    root = (costs.embedding + (costs.head if config.pp == 1 else 0)) / config.tp
+    by_size = parts_of_block(costs, options.unit_min_parameters) if options.units == "size" else 1
+    return Held(blocks * own, blocks * routed, root, 1 if options.units == "model" else blocks * by_size + 2)
+
+
+def parts_of_block(costs: ModelCosts, min_parameters: int) -> int:
+    """Units that a block makes where they are chosen by size: attention beside the matrices that are large enough.
+
+    Args:
+        costs: The model.
+        min_parameters: Least elements of a unit.
+    """
+    return 4 if costs.width * costs.wide >= min_parameters else 2
+
+
+def data_parallel_s(
+    costs: ModelCosts, candidate: Candidate, options: Options, work: Work, ranks: Ranks, constants: Constants
+) -> float:
+    """Seconds that a step is longer for sending parameters and gradients.
+
+    Args:
+        costs: The model.
+        candidate: The layout and what varies within it, options left out.
+        options: How it groups and sends.
+        work: What hides them.
+        ranks: The links of the layout.
+        constants: How well collectives overlap.
+    """
+    config, traits, itemsize = candidate.config, TRAITS[candidate.config.data_parallel], candidate.itemsize
+    held = elements_held(costs, config, options, work.blocks)
+    times = candidate.num_micro_batches
+    reduced = FLOAT32 if itemsize == FLOAT32 or options.reduce == "float32" else BFLOAT16
+    once = candidate.reduce_gradients == "last" or config.pp > 1 or not traits.sums_each_micro_batch
+    reductions = 1 if once else times
+    if config.resolved_strategy == "no_shard":
+        return _whole_s(options, held, reductions * reduced, work, ranks, constants)
+    gathers = 1 if config.pp > 1 else times
+    sent_s = gathers * _gathers_s(config, options, held, itemsize, ranks, constants)
+    sent_s += reductions * _over_shards(held, "reduce_scatter", reduced, ranks, held.units)
+    part = reduced * (held.blocks + held.root) / num_shards(config)
+    part += reduced * held.routed / ranks.experts.ranks
+    sent_s += reductions * ranks.replicas.time_s("all_reduce", part, held.units)
+    if options.units == "model":
+        # One unit has to be there before anything is computed, and its gradient is complete when nothing is left.
+        return sent_s
+    # The head's unit is gathered behind as many blocks as prefetching looks ahead.
+    ahead = max(1, options.prefetch) * work.forward_s
+    late_s = gathers * max(0.0, ranks.fsdp.time_s("all_gather", itemsize * costs.head / config.tp, 1) - ahead)
+    hidden_s = constants.interference * min(sent_s, work.behind_s)
+    return max(exposed(sent_s, work.behind_s, constants), hidden_s + late_s)
+
+
+def _gathers_s(
+    config: ParallelConfig, options: Options, held: Held, itemsize: int, ranks: Ranks, constants: Constants
+) -> float:
+    """Gathers of one micro-batch: all units in forward, and in backward those that are freed in between."""
+    traits = TRAITS[config.data_parallel]
+    sent_s = _over_shards(held, "all_gather", itemsize, ranks, held.units)
+    frees = config.pp == 1 and config.resolved_strategy in ("full_shard", "hybrid_shard") and options.units != "model"
+    if not frees:
+        return sent_s
+    # Of block units embedding and head are not gathered for backward, which needs none of their weights.
+    again = held if traits.flattens or options.units == "size" else held._replace(root=0.0, units=held.units - 2)
+    if options.reshard_group is None:
+        return sent_s + _over_shards(again, "all_gather", itemsize, ranks, again.units)
+    near = Link(options.reshard_group, config.tp, ranks.gpu, constants)
+    return sent_s + near.time_s("all_gather", itemsize * (again.blocks + again.routed + again.root), again.units)
+
+
+def _over_shards(held: Held, kind: Kind, itemsize: int, ranks: Ranks, count: float) -> float:
+    """Time of collectives over the ranks that share parameters; experts have ranks of their own."""
+    sent_s = ranks.fsdp.time_s(kind, itemsize * (held.blocks + held.root), count)
+    if held.routed:
+        sent_s += ranks.experts.time_s(kind, itemsize * held.routed, held.units)
+    return sent_s
+
+
+def _whole_s(
+    options: Options, held: Held, bytes_of_each: float, work: Work, ranks: Ranks, constants: Constants
+) -> float:
+    """Gradients of whole parameters, in buckets of ddp or in units; zero1 then sends the parameters that changed."""
+    config, over = ranks.config, ranks.replicas
+    traits = TRAITS[config.data_parallel]
+    if over.ranks == 1:
+        return 0.0
+    sent = bytes_of_each * (held.blocks + held.routed + held.root)
+    buckets = traits.has_buckets and config.tp == config.pp == 1
+    size = min(sent, options.bucket_cap_mb * MIB)
+    count = max(1.0, sent / size) if buckets else held.units
+    sent_s = over.time_s("all_reduce", sent, count)
+    # The last bucket is full when nothing is left to compute.
+    wait_s = over.time_s("all_reduce", size, 1) if buckets else 0.0
+    if traits.splits_optimizer_rows:
+        # After the optimizer nothing runs behind which parameters could travel.
+        wait_s += over.time_s("all_gather", FLOAT32 * (held.blocks + held.root), held.units)
+    return max(exposed(sent_s, work.behind_s, constants), constants.interference * sent_s + wait_s)
+
+
+def host_s(costs: ModelCosts, candidate: Candidate, blocks: int, gpu: Gpu) -> float:
+    """Seconds that a step is longer for states in host memory: shards come and gradients go, and AdamW runs there.
+
+    Args:
+        costs: The model.
+        candidate: The layout and what varies within it.
+        blocks: Blocks of the rank.
+        gpu: Its link to the host and that one's memory.
+    """
+    if not candidate.config.sharding.cpu_offload:
+        return 0.0
+    held = elements_held(costs, candidate.config, PLAIN, blocks)
+    own = (held.blocks + held.root) / num_shards(candidate.config)
+    own += held.routed * candidate.config.ep / num_shards(candidate.config)
+    times = candidate.num_micro_batches if candidate.config.pp == 1 else 1
+    moved = FLOAT32 * own * (2 * times + (1 if candidate.reduce_gradients == "last" else times))
+    # AdamW reads parameter, gradient and moments, and writes parameter and moments.
+    return moved / (gpu.host_link_gb_per_s * GB) + 7 * FLOAT32 * own / (gpu.host_gb_per_s * GB)
