@@ -181,7 +181,7 @@ def gradients_through_logits(config: ParallelConfig) -> dict[str, torch.Tensor]:
 
 
 def test_a_unit_over_another_view_is_refused() -> None:
-    assert "units over another view than fsdp are not built yet" in run_ranks(1, refusal_of_another_view)[0]
+    assert "units can be sharded over fsdp here, not as in" in run_ranks(1, refusal_of_another_view)[0]
 
 
 def refusal_of_another_view() -> str:
