@@ -17,6 +17,10 @@ WRITERS: tuple[TensorParallelStyle, ...] = ("embedding", "rowwise", "expert_laye
 """Styles whose outputs are partial sums of it."""
 
 
+WEIGHTS: tuple[TensorParallelStyle, ...] = ("weight_replicate", "weight_colwise", "weight_rowwise")
+"""Styles of weights whose inputs and outputs the module around them sees to."""
+
+
 def tensor_parallel_terms(parts: ModelParts, num_micro_batches: int, num_tokens: int) -> Iterator[Term]:
     """Terms of one step.
 
@@ -49,16 +53,40 @@ def _activations(parts: ModelParts, num_tokens: int) -> Iterator[Term]:
         for phase in ("forward", "backward")
     }
     readers, writers = _count(parts, READERS), _count(parts, WRITERS)
+    back_readers, back_writers = _gone_back_through(parts)
     again_readers, again_writers = _computed_again(parts)
     sent = (
         ("activations", over["forward"], (readers, writers)),
-        ("gradients of activations", over["backward"], (writers, readers)),
+        ("gradients of activations", over["backward"], (back_writers, back_readers)),
         ("activations again", over["backward"], (again_readers, again_writers)),
     )
     for name, channels, counts in sent:
         for where, count in zip(channels, counts, strict=True):
             if where is not None:
                 yield Term(name=name, channel=where, payload_bytes=count * hidden)
+
+
+def _gone_back_through(parts: ModelParts) -> tuple[int, int]:
+    """Readers and writers whose gradients are wanted: backward ends at the first module that has anything to train."""
+    blocks = [block.fqn for block in (*parts.plan.first, *parts.plan.blocks, *parts.plan.last)]
+    place = {fqn: number for number, fqn in enumerate(blocks)}
+
+    def block_of(fqn: str) -> int:
+        names = fqn.split(".")
+        return next((place[each] for n in range(1, len(names) + 1) if (each := ".".join(names[:n])) in place), -1)
+
+    # Styles stand in the order in which modules of a block run, but for those of weights within a module.
+    own = [fqn for fqn, style in parts.styles.items() if style not in WEIGHTS]
+    order = {fqn: number for number, fqn in enumerate(sorted(own, key=block_of))}
+
+    def runs_at(parameter: str) -> int:
+        around = [fqn for fqn in order if parameter.startswith(f"{fqn}.")]
+        return order[max(around, key=len)] if around else -1
+
+    first = min((runs_at(each.fqn) for each in parts.parameters if each.trainable), default=len(order))
+    readers = sum(parts.styles[fqn] in READERS and number > first for fqn, number in order.items())
+    writers = sum(parts.styles[fqn] in WRITERS and number >= first for fqn, number in order.items())
+    return readers, writers
 
 
 def _computed_again(parts: ModelParts) -> tuple[int, int]:
@@ -102,18 +130,21 @@ def _loss(parts: ModelParts, num_tokens: int) -> Iterator[Term]:
 
 
 def _norms(parts: ModelParts, num_micro_batches: int) -> Iterator[Term]:
-    """Ranks that each saw a part of the sequence or of the heads add the gradients of weights that all of them hold."""
+    """Ranks that saw a part of the sequence, heads or a matrix each add gradients of weights that all of them hold."""
     over = channel(parts.config, "all_reduce", "tp", "backward")
     precision = parts.config.precision
-    styles = ("norm", "head_norm") if parts.config.sequence_parallel else ("head_norm",)
+    names = {"head_norm": "gradients of norms", "weight_replicate": "gradients of whole weights"}
+    if parts.config.sequence_parallel:
+        names["norm"] = "gradients of norms"
     times = num_reductions(parts.config, num_micro_batches)
     # What has been added up over micro-batches has the type in which it will be reduced.
     wide = precision.reduce_dtype if times < num_micro_batches else None
     for each in parts.parameters:
-        if each.trainable and parts.styles.get(each.fqn.rpartition(".")[0]) in styles:
+        style = parts.styles.get(each.fqn.rpartition(".")[0], "")
+        if each.trainable and style in names:
             dtype = wide or precision.compute_dtype or each.dtype
             payload = times * prod(each.shape) * dtype.itemsize
-            yield Term(name="gradients of norms", channel=over, payload_bytes=payload)
+            yield Term(name=names[style], channel=over, payload_bytes=payload)
 
 
 def _routers(parts: ModelParts, num_tokens: int) -> Iterator[Term]:

@@ -9,7 +9,18 @@ from torch import Tensor
 
 from models.layers.lora import LoraConfig, add_adapters, is_of_adapter
 from models.llama import Llama, LlamaConfig, llama_plan
-from parallel import ParallelConfig, Precision, Trained, build_mesh, materialize, parallelize
+from parallel import (
+    CollectiveCounter,
+    ParallelConfig,
+    Precision,
+    Trained,
+    build_mesh,
+    materialize,
+    parallelize,
+)
+from parallel.ledger.parts import model_parts
+from parallel.ledger.term import Traffic, counted_traffic, traffic
+from parallel.ledger.traffic import StepShape, predict_traffic
 from tests.parallel.small_model import Run, adamw, batches, difference, fused_adamw, sgd, whole_parameters
 from tests.ranks import run_ranks
 
@@ -157,3 +168,39 @@ def frozen_stage() -> str:
     with pytest.raises(ValueError) as refusal:
         build(ParallelConfig(**PP), ("blocks.3.attention.q_proj",))
     return str(refusal.value)
+
+
+TRAFFIC: dict[str, dict[str, Any]] = {
+    "full_shard": {},
+    "ddp": {"data_parallel": "ddp"},
+    "zero1": {"data_parallel": "zero1"},
+    "tp": {"tp": 2},
+    "tp without sequence parallel": {"tp": 2, "sequence_parallel": False},
+    "tp, recomputed": {"tp": 2, "activation_checkpointing": "full"},
+    "cp": {"cp": 2, "cp_method": "ulysses"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("tp" not in name)) for name in TRAFFIC]
+)
+def test_the_ledger_predicts_what_adapters_send(name: str) -> None:
+    for predicted, counted in run_ranks(2, traffic_of_a_step, TRAFFIC[name]):
+        assert predicted == counted
+
+
+def traffic_of_a_step(fields: dict[str, Any]) -> tuple[Traffic, Traffic]:
+    trained = build(ParallelConfig(**fields))
+    optimizer = trained.build_optimizer(adamw)
+    mine = batches(trained.mesh, 0, 2)
+    for _ in range(3):
+        with CollectiveCounter(trained.mesh) as counter:
+            trained.forward_backward(mine)
+            trained.clip_gradients(None)
+            optimizer.step()
+    with torch.device("meta"):
+        model = Llama(CONFIG).to(torch.float64)
+    plan = add_adapters(model, llama_plan(CONFIG), LoraConfig(rank=3, alpha=6.0, targets=EVERYWHERE))
+    tokens = sum(each.tokens.numel() for each in mine)
+    shape = StepShape(num_micro_batches=2, num_tokens=tokens, clips=True)
+    return traffic(predict_traffic(model_parts(model, trained.config, plan), shape)), counted_traffic(counter.records)
