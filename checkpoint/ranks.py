@@ -1,6 +1,6 @@
 """Makes all ranks leave an action that can fail the same way, with the same result or the same error."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -68,10 +68,38 @@ class Ranks:
             result = action()
         except Exception as error:
             failure, cause = Failure.of(error), error
-        failures = {rank: each for rank, each in enumerate(self.gather(failure)) if each is not None}
+        self._raise_any(what, self.gather(failure), cause)
+        return result
+
+    def collect(self, what: str, action: Callable[[], T]) -> list[T]:
+        """Runs an action on every rank and hands all results to all ranks.
+
+        Args:
+            what: As in `together`.
+            action: Communicates with no other rank.
+
+        Returns:
+            Every rank's result, by rank.
+
+        Raises:
+            OSError: As `together`.
+            ValueError: As `together`.
+            RuntimeError: As `together`.
+        """
+        outcome: T | Failure
+        cause: Exception | None = None
+        try:
+            outcome = action()
+        except Exception as error:
+            outcome, cause = Failure.of(error), error
+        everyone = self.gather(outcome)
+        self._raise_any(what, everyone, cause)
+        return cast(list[T], everyone)
+
+    def _raise_any(self, what: str, outcomes: Sequence[object], cause: Exception | None) -> None:
+        failures = {rank: each for rank, each in enumerate(outcomes) if isinstance(each, Failure)}
         if failures:
             raise self.error(what, failures) from cause
-        return result
 
     def on_coordinator(self, what: str, action: Callable[[], T]) -> T:
         """Runs an action on one rank and hands its result, or its error, to all.

@@ -80,9 +80,13 @@ def commit(folder: Path, planned: SavePlan, retention: Retention | None, ranks: 
     where = f"save {folder / steps.step_name(step)}"
     temporary = ranks.on_coordinator(where, lambda: steps.prepare(folder, step))
     try:
-        stored = ranks.together(where, lambda: writer.write(temporary, planned, ranks.rank))
-        writer.seal(temporary, planned, stored, ranks)
-        written = ranks.on_coordinator(where, lambda: steps.publish(temporary, step))
+        stored = ranks.collect(where, lambda: writer.write(temporary, planned, ranks.rank))
+
+        def complete() -> Path:
+            writer.seal(temporary, planned, stored)
+            return steps.publish(temporary, step)
+
+        written = ranks.on_coordinator(where, complete)
     except BaseException:
         if ranks.is_coordinator:
             steps.discard(temporary)

@@ -1,6 +1,6 @@
 """Saves a flat state in steps that can run apart: plan, snapshot, write, seal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,7 +51,8 @@ def plan(flat: FlatState, ranks: Ranks) -> SavePlan:
     own = ranks.together(what, lambda: _describe(flat, ranks.size))
     digest = strict_json.digest({name: repr(tensor) for name, tensor in own.items()})
     described = ranks.distinct(own, digest)
-    tensors = ranks.together(what, lambda: _merge(described, ranks.size))
+    # One description needs no merging, nor ranks that agree on how it went.
+    tensors = own if len(described) == 1 else ranks.together(what, lambda: _merge(described, ranks.size))
     parts = ranks.together(what, lambda: _parts(flat, tensors, ranks.rank))
     return SavePlan(header=flat.header, tensors=tensors, parts=parts)
 
@@ -104,24 +105,19 @@ def write(folder: Path, saved: SavePlan, rank: int) -> dict[str, StoredFile]:
     return written
 
 
-def seal(folder: Path, saved: SavePlan, written: Mapping[str, StoredFile], ranks: Ranks) -> None:
-    """Adds the manifest, which makes a folder complete; all ranks call this together once they have written.
+def seal(folder: Path, saved: SavePlan, written: Sequence[Mapping[str, StoredFile]]) -> None:
+    """Adds the manifest, which makes a folder complete; one rank does this once all have written.
 
     Args:
         folder: Where they wrote.
         saved: From `plan` or `snapshot`.
-        written: From `write`.
-        ranks: The ranks of the job.
+        written: From `write`, of each rank.
 
     Raises:
         OSError: If it cannot be written.
     """
-    everyone = ranks.gather(dict(written))
-    found = {name: each for of_rank in everyone for name, each in of_rank.items()}
-    ranks.on_coordinator(
-        "write the manifest",
-        lambda: files.write_manifest(folder, Manifest(header=saved.header, tensors=saved.tensors, files=found)),
-    )
+    found = {name: each for of_rank in written for name, each in of_rank.items()}
+    files.write_manifest(folder, Manifest(header=saved.header, tensors=saved.tensors, files=found))
 
 
 def _describe(flat: FlatState, world_size: int) -> dict[str, StoredTensor]:
@@ -144,8 +140,6 @@ def _describe(flat: FlatState, world_size: int) -> dict[str, StoredTensor]:
 
 def _merge(described: Mapping[tuple[int, ...], Mapping[str, StoredTensor]], world_size: int) -> dict[str, StoredTensor]:
     """One description of each tensor out of those of ranks that hold different ones."""
-    if len(described) == 1:
-        return dict(next(iter(described.values())))
     holders: dict[str, list[int]] = {}
     tensors: dict[str, StoredTensor] = {}
     for ranks, of_ranks in described.items():
