@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,9 @@ def find_gpu(name: str, user_file: str | None = None) -> Gpu:
     gpus = read_gpus(user_file)
     if name not in gpus:
         legal = ", ".join(f"{each} ({gpu.memory_bytes:.0f} bytes)" for each, gpu in gpus.items())
-        raise ValueError(f"unknown GPU {name!r}; legal: {legal}; others go into a TOML file with the same fields")
+        near = get_close_matches(name, gpus, n=1, cutoff=0.3)
+        hint = f"; nearest: {near[0]}" if near else ""
+        raise ValueError(f"unknown GPU {name!r}{hint}; legal: {legal}; others go into a TOML file with the same fields")
     return gpus[name]
 
 

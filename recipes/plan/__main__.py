@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.planner.candidate import Request
@@ -9,7 +10,7 @@ from parallel.planner.claims import as_markdown, claims
 from parallel.planner.explain import refusal
 from parallel.planner.guide import walk
 from parallel.planner.hardware import read_gpus
-from parallel.planner.scaling import frontier, scale
+from parallel.planner.scaling import Curve, frontier, scale
 from parallel.planner.search import Found, search
 from recipes.command import parse
 from recipes.messages import one_message
@@ -38,6 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     with one_message(debug="--debug" in words):
         command = parse(PlanCommand, words, "python -m recipes.plan")
+        command.check()
         if command.claims:
             print(as_markdown(claims(find_shape)), end="")
         elif command.rows is not None:
@@ -58,9 +60,9 @@ def _plan(command: PlanCommand) -> None:
     chosen = next((each.plan for each in measured if each.step_s is not None), found.plans[0])
     if command.write is not None:
         write_recipe(command.write, command.model, chosen)
+    curves = scale(found.plans[0]) if command.scaling is not None else ()
     if command.json:
         guide = walk(request) if command.explain else None
-        curves = scale(found.plans[0]) if command.scaling is not None else ()
         print(json.dumps(as_json(command.model, found, guide, curves, measured), indent=1))
     else:
         show(command.model, found, command.top)
@@ -68,7 +70,7 @@ def _plan(command: PlanCommand) -> None:
             show_measured(measured)
         if command.explain:
             show_walk(walk(request))
-    _draw(command, request, found)
+    _draw(command, request, curves)
 
 
 def _measure(command: PlanCommand, found: Found) -> list[Measured]:
@@ -77,13 +79,12 @@ def _measure(command: PlanCommand, found: Found) -> list[Measured]:
     return tune(command.model, found.plans[: command.tune], command.tune_steps, Path(command.tune_file))
 
 
-def _draw(command: PlanCommand, request: Request, found: Found) -> None:
+def _draw(command: PlanCommand, request: Request, curves: Sequence[Curve]) -> None:
     if command.frontier is not None:
         others = search(request, most=30).plans
         draw_frontier(command.model, frontier(request), others, command.frontier)
         print(f"wrote {command.frontier}", file=sys.stderr)
     if command.scaling is not None:
-        curves = scale(found.plans[0])
         if not command.json:
             show_curves(curves)
         draw_scaling(command.model, curves, command.scaling)

@@ -64,7 +64,7 @@ class PlanCommand:
     json: bool = False
     debug: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         """Checks the ranges.
 
         Raises:

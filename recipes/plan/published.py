@@ -1,4 +1,4 @@
-"""Holds predictions against published results, and fits the planner's constants on any of them."""
+"""Reads published results and holds predictions against them."""
 
 import csv
 import statistics
@@ -12,7 +12,7 @@ from parallel import ParallelConfig, Precision
 from parallel.config import ReduceGradients, Schedule
 from parallel.plan import ModelShape
 from parallel.planner.candidate import Candidate
-from parallel.planner.constants import CONSTANTS, FITTED, Constants
+from parallel.planner.constants import CONSTANTS, Constants
 from parallel.planner.costs import KEEP_ALL, KEEP_HALF, KEEP_INPUT, model_costs
 from parallel.planner.enumeration import NAMED
 from parallel.planner.hardware import find_gpu
@@ -23,10 +23,6 @@ from parallel.planner.waiting import join_ranks
 from recipes.plan.models import find_shape
 
 RECOMPUTES = {"none": KEEP_ALL, "selective-op": KEEP_HALF, "selective": KEEP_HALF, "full": KEEP_INPUT}
-UNFITTED = CONSTANTS._replace(matmul_share=0.6, tflops_per_w=1.0, eager_passes=4.0, link_share=0.8, reserved_share=0.12)
-"""Where a fit without some rows starts: not from what was fitted with them."""
-STEPS = (1.2, 1.08, 1.03, 1.01)
-"""Factors by which a fit changes constants, one after the other."""
 
 
 class Source(NamedTuple):
@@ -189,53 +185,6 @@ def errors(row: Row, constants: Constants = CONSTANTS) -> Errors:
     memory_error = None if row.memory_gib is None else memory / row.memory_gib - 1
     unvalidated = (*(axis for axis in UNVALIDATED if getattr(config, axis) > 1), *row.unknown)
     return Errors(row, tokens_per_s, tokens_per_s / row.tokens_per_s - 1, memory, memory_error, unvalidated)
-
-
-def loss(rows: Sequence[Row], constants: Constants) -> float:
-    """Mean absolute relative error of speed and of memory, where both are published.
-
-    Args:
-        rows: Published results.
-        constants: With which they are predicted.
-    """
-    found = [errors(row, constants) for row in rows]
-    speed = statistics.fmean(abs(each.speed_error) for each in found)
-    memory = [abs(each.memory_error) for each in found if each.memory_error is not None]
-    return speed + (statistics.fmean(memory) if memory else 0.0)
-
-
-def fit(rows: Sequence[Row], start: Constants = UNFITTED) -> Constants:
-    """Changes one fitted constant at a time while that helps, by ever smaller factors.
-
-    Args:
-        rows: Published results.
-        start: Where it starts.
-    """
-    best, least = start, loss(rows, start)
-    for factor in STEPS:
-        improved = True
-        while improved:
-            improved = False
-            for name in FITTED:
-                for times in (factor, 1 / factor):
-                    value = getattr(best, name) * times
-                    if name.endswith("_share") and name != "reserved_share" and value > 0.95:
-                        continue
-                    tried = best._replace(**{name: value})
-                    if (error := loss(rows, tried)) < least - 1e-6:
-                        best, least, improved = tried, error, True
-    return best
-
-
-def without_source(rows: Sequence[Row], source: str) -> list[Errors]:
-    """Errors of a source's rows with constants that were fitted on the others.
-
-    Args:
-        rows: Published results.
-        source: The source to leave out.
-    """
-    constants = fit([row for row in rows if row.source != source])
-    return [errors(row, constants) for row in rows if row.source == source]
 
 
 def summary(found: Sequence[Errors]) -> tuple[float, float, float | None, float | None]:

@@ -14,6 +14,7 @@ from parallel.planner.ranking import DOUBT, Plan
 from parallel.planner.scaling import BEND, Curve
 from parallel.planner.search import Found
 from recipes.metrics import format_bytes
+from recipes.plan.published import errors, read_rows, summary
 from recipes.plan.tune import Measured
 
 
@@ -48,11 +49,25 @@ def show(model: str, found: Found, top: int) -> None:
         f"model states a GPU: {states['stored']} as stored here in float32, {states['classic']} in the classic float16 "
         "accounting; units in flight, activations and logits come on top"
     )
+    console.print(_memory_of(best))
     console.print(f"what binds: {what_binds(best)}")
     if len(found.plans) > 1:
         console.print(f"why the second is behind: {why_behind(best, found.plans[1])}")
     for advice in advise(best):
         console.print(f"with {advice.change}: {_gain(best, advice)}")
+
+
+def _memory_of(plan: Plan) -> str:
+    """The parts of the peak, with the errors that such predictions have had."""
+    memory = plan.memory
+    parts = ("parameters", "gradients", "optimizer_state", "unsharded", "activations", "logits")
+    words = [f"{name.replace('_', ' ')} {format_bytes(round(getattr(memory, name)))}" for name in parts]
+    words.append(f"reserved beyond {format_bytes(round(memory.reserved - memory.allocated))}")
+    words += [f"in host memory {format_bytes(round(memory.host))}"] if memory.host else []
+    speed, worst_speed, of_memory, worst = summary([errors(row) for row in read_rows()])
+    band = f"speed within {speed:.1%} of published results in the median, {worst_speed:.0%} at worst"
+    band += f", memory {of_memory:.1%} and {worst:.0%}" if of_memory is not None else ""
+    return f"peak of the best, {memory.moment}: {', '.join(words)}\npredictions were {band}"
 
 
 def show_walk(guide: Walk) -> None:

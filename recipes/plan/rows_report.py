@@ -4,7 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from recipes.plan.published import Errors, Row, errors, read_rows, summary, without_source
+from recipes.plan.fit import without_source
+from recipes.plan.published import Errors, Row, errors, read_rows, summary
 
 
 def show_rows(rows: Sequence[Row], *, as_json: bool) -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from parallel.planner.constants import CONSTANTS, FITTED
 from recipes.plan.__main__ import main
-from recipes.plan.published import errors, fit, loss, read_rows, summary, without_source
+from recipes.plan.fit import fit, loss, without_source
+from recipes.plan.published import errors, read_rows, summary
 
 ROWS = read_rows()
 SOURCES = sorted({row.source for row in ROWS})

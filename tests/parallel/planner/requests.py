@@ -1,7 +1,9 @@
 """Requests of tests, and all candidates of one with nothing skipped."""
 
+import random
+
 from models.llama import LlamaConfig
-from parallel.planner.candidate import Request
+from parallel.planner.candidate import Candidate, Request
 from parallel.planner.choices import choices
 from parallel.planner.constants import CONSTANTS
 from parallel.planner.costs import model_costs
@@ -33,6 +35,24 @@ def request(
         sequence_length=length,
         global_batch=batch,
     )
+
+
+def random_candidates(asked: Request, generator: random.Random, count: int) -> list[Candidate]:
+    """Candidates with degrees, layout and all choices drawn in turn, so that none is rare."""
+    costs, degrees = model_costs(asked.shape), legal_degrees(asked)
+    found: list[Candidate] = []
+    while len(found) < count:
+        drawn = generator.choice(degrees)
+        configs = list(layouts(asked, drawn, generator.choice(schedules(drawn)), lambda kind: True))
+        if not configs:
+            continue
+        config = generator.choice(configs)
+        sizes = divisors(asked.global_batch // (config.dp_replicate * config.dp_shard))
+        rows = candidates(asked, config, generator.choice(sizes))
+        if rows:
+            candidate = generator.choice(generator.choice(rows))
+            found.append(candidate._replace(options=generator.choice(choices(asked, costs, candidate))))
+    return found
 
 
 def everything(asked: Request) -> list[Plan]:

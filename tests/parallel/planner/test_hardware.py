@@ -46,7 +46,8 @@ def test_a_wrong_entry_is_refused_with_its_name(tmp_path: Path, text: str, messa
 
 
 def test_an_unknown_gpu_is_answered_with_those_that_are_known_and_their_bytes() -> None:
-    with pytest.raises(ValueError, match=r"unknown GPU 'h100'; legal: .*h100-80gb \(84932978278 bytes\)"):
+    expected = r"unknown GPU 'h100'; nearest: h100-80gb; legal: .*h100-80gb \(84932978278 bytes\)"
+    with pytest.raises(ValueError, match=expected):
         find_gpu("h100")
 
 
