@@ -3,22 +3,19 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import xxhash
 
 from checkpoint import strict_json
 from checkpoint.fields import Fields
-from checkpoint.layout import Axes, Layout
 from checkpoint.owners import StoredTensor
-from checkpoint.safetensors_header import CODES, MAX_DIMS, MAX_ELEMENTS
 from checkpoint.strict_json import Json, dumps
+from checkpoint.tensor_table import read_mesh, read_tensors, tensor_json
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "meshwright checkpoint"
 VERSION = 2
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 FILE_NAME = re.compile(r"rank-(\d{5,9})\.safetensors")
 BLOCK_BYTES = 16 << 10
 """Bytes under one digest. Reading half of a tensor reads two half blocks too many; hashing is as fast with as few."""
@@ -112,7 +109,7 @@ class Manifest:
             "header": strict_json.to_json(vars(self.header), "header"),
             "meshes": [dict(mesh) for mesh in meshes],
             "files": {name: {"bytes": each.num_bytes, "digest": each.digest} for name, each in self.files.items()},
-            "tensors": {name: _tensor_json(tensor, number) for name, tensor in self.tensors.items()},
+            "tensors": {name: tensor_json(tensor, number) for name, tensor in self.tensors.items()},
         }
         text = sign(document)
         if len(text.encode()) > MAX_BYTES:
@@ -142,8 +139,8 @@ class Manifest:
             raise ValueError(f"{where} has blocks of {block_bytes} bytes; legal: 1 to {MAX_BLOCK_BYTES}")
         header = _read_header(root.sub("header"))
         files = {name: _read_file(root.sub("files").sub(name), name, header) for name in root.get("files", dict)}
-        meshes = [_read_mesh(item, where, header.world_size) for item in root.get("meshes", list)]
-        tensors = _read_tensors(root.sub("tensors"), meshes)
+        meshes = [read_mesh(item, where, header.world_size) for item in root.get("meshes", list)]
+        tensors = read_tensors(root.sub("tensors"), meshes)
         described, held = sum(each.num_bytes for each in tensors.values()), sum(f.num_bytes for f in files.values())
         if described > held:
             raise ValueError(f"{where} describes tensors of {described} bytes, more than the {held} of all data files")
@@ -165,20 +162,6 @@ def sign(document: Mapping[str, Json]) -> str:
             lines.append(f"{dumps(name)}: {dumps(value)}")
     body = "{\n" + ",\n".join(lines)
     return f'{body},\n"digest": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'
-
-
-def _tensor_json(tensor: StoredTensor, meshes: Mapping[Axes, int]) -> Json:
-    layout = tensor.layout
-    described: dict[str, Json] = {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "mesh": meshes[layout.mesh],
-    }
-    if layout.splits:
-        described["splits"] = [[axis, dim] for axis, dim in layout.splits]
-    if layout.at:
-        described["at"] = dict(layout.at)
-    return described
 
 
 def _parse(text: bytes, where: str) -> Json:
@@ -226,51 +209,3 @@ def _read_file(reader: Fields, name: str, header: Header) -> StoredFile:
     if num_bytes > MAX_FILE_BYTES or not re.fullmatch("[0-9a-f]{16}", digest):
         raise ValueError(f"{reader.where} has {num_bytes} bytes and the digest {digest!r}; that is no data file")
     return StoredFile(num_bytes=num_bytes, digest=digest)
-
-
-def _read_mesh(value: Json, where: str, world_size: int) -> Axes:
-    reader = Fields({"mesh": value}, where)
-    mesh = reader.counts_by_name("mesh")
-    # One by one, because a product of thousands of factors takes its time.
-    size = 1
-    for _, each in mesh:
-        size *= each
-        if not 1 <= size <= world_size:
-            break
-    if size != world_size:
-        raise ValueError(f"{where}: the mesh {dict(mesh[:9])} must hold {world_size} ranks")
-    return mesh
-
-
-def _read_tensors(table: Fields, meshes: list[Axes]) -> dict[str, StoredTensor]:
-    # Most tensors share one of a few layouts, and are then as quick to use as to read.
-    layouts: dict[str, Layout] = {}
-    return {name: _read_tensor(table.sub(name), meshes, layouts) for name in table.value}
-
-
-def _read_tensor(reader: Fields, meshes: list[Axes], layouts: dict[str, Layout]) -> StoredTensor:
-    dtype, shape = reader.get("dtype", str), reader.counts("shape")
-    if dtype not in DTYPES:
-        raise ValueError(f"{reader.where} has dtype {dtype!r}; legal: {', '.join(DTYPES)}")
-    if len(shape) > MAX_DIMS or prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
-        raise ValueError(f"{reader.where} has shape {list(shape[:9])}, larger than any tensor")
-    written = repr([reader.value.get(name) for name in ("mesh", "splits", "at")])
-    if written not in layouts:
-        layouts[written] = _read_layout(reader, meshes)
-    layout = layouts[written]
-    if any(dim >= len(shape) for _, dim in layout.splits):
-        raise ValueError(f"{reader.where} of shape {list(shape)} is cut where it has no dim or rank: {layout}")
-    return StoredTensor(dtype=DTYPES[dtype], shape=shape, layout=layout)
-
-
-def _read_layout(reader: Fields, meshes: list[Axes]) -> Layout:
-    mesh = reader.count("mesh")
-    if mesh >= len(meshes):
-        raise ValueError(f"{reader.where} lies on mesh {mesh}, but there are {len(meshes)}")
-    layout = Layout(mesh=meshes[mesh], splits=reader.pairs("splits"), at=reader.counts_by_name("at"))
-    axes = [axis for axis, _ in (*layout.splits, *layout.at)]
-    if len(set(axes)) < len(axes) or not set(axes) <= layout.sizes.keys():
-        raise ValueError(f"{reader.where} is cut along {axes}; each axis of {list(layout.sizes)} can cut once")
-    if any(at >= layout.sizes[axis] for axis, at in layout.at):
-        raise ValueError(f"{reader.where} is cut where it has no dim or rank: {layout}")
-    return layout
