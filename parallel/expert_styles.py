@@ -76,11 +76,13 @@ class SplitExperts(ParallelStyle):
 class PartialLinear(ParallelStyle):
     """Splits a linear map without a bias that takes and gives what each rank has, with no collective.
 
+    What lies within the map, such as an adapter, takes what it takes and adds to what it gives.
+
     Args:
-        dim: 0 splits what it gives, 1 what it takes.
+        dim: 0 splits what it gives, 1 what it takes; None: every rank holds all of it, and gradients of it are summed.
     """
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int | None) -> None:
         super().__init__()
         self.dim = dim
 
@@ -90,14 +92,21 @@ class PartialLinear(ParallelStyle):
         return module
 
 
-def _split(module: nn.Module, name: str, parameter: nn.Parameter, dim: int, mesh: DeviceMesh) -> None:
-    split = distribute_tensor(parameter, mesh, [Shard(dim)], src_data_rank=None)
+def _split(module: nn.Module, name: str, parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> None:
+    placement: Placement = Replicate() if dim is None else Shard(dim)
+    split = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
     module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
 
 
 def _local_linear(module: nn.Module, x: Tensor) -> Tensor:
-    weight = module.get_parameter("weight")
-    return F.linear(x, weight.to_local() if isinstance(weight, DTensor) else weight)
+    weight: Tensor = module.get_parameter("weight")
+    if isinstance(weight, DTensor):
+        whole = isinstance(weight.placements[-1], Replicate)
+        weight = weight.to_local(grad_placements=[Partial()] if whole else None)
+    out = F.linear(x, weight)
+    for within in module.children():
+        out = out + within(x)
+    return out
 
 
 class _ShareOfGradient(torch.autograd.Function):

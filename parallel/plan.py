@@ -20,6 +20,7 @@ TensorParallelStyle = Literal[
     "experts",
     "partial_colwise",
     "partial_rowwise",
+    "partial_replicate",
     "weight_replicate",
     "weight_colwise",
     "weight_rowwise",

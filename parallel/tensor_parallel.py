@@ -133,6 +133,7 @@ def apply_tensor_parallel(
         "experts": SplitExperts,
         "partial_colwise": lambda: PartialLinear(0),
         "partial_rowwise": lambda: PartialLinear(1),
+        "partial_replicate": lambda: PartialLinear(None),
         "weight_replicate": lambda: WeightOnly(None),
         "weight_colwise": lambda: WeightOnly(0),
         "weight_rowwise": lambda: WeightOnly(1),

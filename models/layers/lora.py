@@ -16,6 +16,8 @@ ADAPTER = "adapter"
 _STYLES: dict[TensorParallelStyle, tuple[TensorParallelStyle, TensorParallelStyle]] = {
     "colwise": ("weight_replicate", "weight_colwise"),
     "rowwise": ("weight_rowwise", "weight_replicate"),
+    "partial_colwise": ("partial_replicate", "partial_colwise"),
+    "partial_rowwise": ("partial_rowwise", "partial_replicate"),
 }
 """How the two matrices of an adapter split, by how the map beside it does: what has R rows or columns is never split
 along those, as R is small."""

@@ -17,7 +17,7 @@ WRITERS: tuple[TensorParallelStyle, ...] = ("embedding", "rowwise", "expert_laye
 """Styles whose outputs are partial sums of it."""
 
 
-WEIGHTS: tuple[TensorParallelStyle, ...] = ("weight_replicate", "weight_colwise", "weight_rowwise")
+WEIGHTS: tuple[TensorParallelStyle, ...] = ("weight_replicate", "weight_colwise", "weight_rowwise", "partial_replicate")
 """Styles of weights whose inputs and outputs the module around them sees to."""
 
 
@@ -134,6 +134,7 @@ def _norms(parts: ModelParts, num_micro_batches: int) -> Iterator[Term]:
     over = channel(parts.config, "all_reduce", "tp", "backward")
     precision = parts.config.precision
     names = {"head_norm": "gradients of norms", "weight_replicate": "gradients of whole weights"}
+    names["partial_replicate"] = names["weight_replicate"]
     if parts.config.sequence_parallel:
         names["norm"] = "gradients of norms"
     times = num_reductions(parts.config, num_micro_batches)

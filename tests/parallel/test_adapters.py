@@ -9,6 +9,7 @@ from torch import Tensor
 
 from models.layers.lora import LoraConfig, add_adapters, is_of_adapter
 from models.llama import Llama, LlamaConfig, llama_plan
+from models.moe import Moe, MoeConfig, moe_plan
 from parallel import (
     CollectiveCounter,
     ParallelConfig,
@@ -168,6 +169,45 @@ def frozen_stage() -> str:
     with pytest.raises(ValueError) as refusal:
         build(ParallelConfig(**PP), ("blocks.3.attention.q_proj",))
     return str(refusal.value)
+
+
+BESIDE_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp 2": (2, {"tp": 2}),
+    "ep 2": (2, {"ep": 2}),
+    "tp 2 without sequence parallel": (2, {"tp": 2, "sequence_parallel": False}),
+    "ep 2 x tp 2": (4, {"ep": 2, "tp": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (at > 0)) for at, name in enumerate(BESIDE_EXPERTS)]
+)
+def test_adapters_in_a_model_with_experts_train_like_one_process(name: str) -> None:
+    [reference] = run_ranks(1, beside_experts, ParallelConfig(**ONE))
+    world_size, fields = BESIDE_EXPERTS[name]
+    for run in run_ranks(world_size, beside_experts, ParallelConfig(**fields)):
+        assert difference(run.losses, reference.losses) < 1e-13
+        assert difference(run.norms, reference.norms) < 1e-13
+        worst = {fqn: difference(run.parameters[fqn], values) for fqn, values in reference.parameters.items()}
+        assert max(worst.values()) < 1e-13, worst
+
+
+def beside_experts(config: ParallelConfig) -> Run:
+    """Five steps of SGD on adapters of attention and of the shared expert."""
+    mesh, model_config = build_mesh(config), MoeConfig(num_layers=2, init_std=0.2, shared_expert_width=24)
+    with torch.device("meta"):
+        model = Moe(model_config).to(torch.float64)
+    targets = ("blocks.*.attention.*_proj", "blocks.*.feed_forward.shared_expert.*_proj")
+    plan = add_adapters(model, moe_plan(model_config), LoraConfig(rank=3, targets=targets))
+    trained = parallelize(model, mesh, config, plan)
+    materialize(trained)
+    optimizer = trained.build_optimizer(sgd)
+    losses, norms = [], []
+    for step in range(5):
+        losses.append(trained.forward_backward(batches(mesh, step, 2)).loss)
+        norms.append(trained.clip_gradients(0.1).item())
+        optimizer.step()
+    return Run(losses, norms, whole_parameters(trained))
 
 
 TRAFFIC: dict[str, dict[str, Any]] = {

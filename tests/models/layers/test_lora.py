@@ -10,7 +10,7 @@ from torch import nn
 from models.layers.lora import AdaptedLinear, LoraConfig, add_adapters, is_of_adapter
 from models.llama import Llama, LlamaConfig, llama_plan
 from models.moe import Moe, MoeConfig, moe_plan
-from parallel.plan import ParallelPlan
+from parallel.plan import ParallelPlan, matching
 
 CONFIG = LlamaConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, feed_forward_width=48)
 TARGETS = ("blocks.*.attention.q_proj", "blocks.1.feed_forward.*_proj")
@@ -72,12 +72,20 @@ def test_the_plan_splits_an_adapter_as_its_map_is_split_but_never_along_the_rank
     assert "blocks.*.attention.o_proj.adapter.a" not in styles
 
 
-def test_a_map_that_tensor_parallelism_leaves_whole_has_a_whole_adapter() -> None:
+def test_within_a_layer_of_partial_sums_an_adapter_is_split_as_such() -> None:
     config = MoeConfig(num_layers=2, shared_expert_width=32)
-    model = Moe(config)
-    plan = add_adapters(model, moe_plan(config), LoraConfig(rank=2, targets=("blocks.*.feed_forward.shared_expert.*",)))
-    assert plan.tensor_parallel == moe_plan(config).tensor_parallel
+    model, shared = Moe(config), "blocks.*.feed_forward.shared_expert"
+    plan = add_adapters(model, moe_plan(config), LoraConfig(rank=2, targets=(f"{shared}.*",)))
+    for of_map, name, of_matrix in (
+        ("up_proj", "a", "partial_replicate"),
+        ("up_proj", "b", "partial_colwise"),
+        ("down_proj", "a", "partial_rowwise"),
+        ("down_proj", "b", "partial_replicate"),
+    ):
+        fqn = f"blocks.1.feed_forward.shared_expert.{of_map}.adapter.{name}"
+        assert [plan.tensor_parallel[key] for key in plan.tensor_parallel if matching(key, {fqn: None})] == [of_matrix]
     assert sum(is_of_adapter(fqn) for fqn, _ in model.named_parameters()) == 2 * 3 * 2
+    plan.check(model)
 
 
 @pytest.mark.parametrize(
