@@ -17,6 +17,9 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+# Private: no public way leaves modes aside; test_plan_builds makes a mask within one.
+from torch.utils._mode_utils import no_dispatch
+
 from parallel.config import ContextParallelMethod, ParallelConfig
 from parallel.plan import ParallelPlan, matching
 from parallel.ring_attention import RingCore
@@ -87,9 +90,17 @@ class AllGatherCore(nn.Module):
         # Each rank's queries give a part of the gradient of all keys.
         whole = own.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         k_BTGK, v_BTGK = whole[:, :, :stop].unbind()
-        mask = self.causal_mask(num_own, stop) if inputs is None else inputs
+        mask = self._causal(num_own, stop) if inputs is None else inputs
         out_BSHK: Tensor = self.inner(q_BSHK, k_BTGK, v_BTGK, mask)
         return out_BSHK
+
+    def _causal(self, num_own: int, num_keys: int) -> Any:
+        """Torch's mark for a causal mask of which the last query sees all keys."""
+        if torch.compiler.is_compiling():
+            return self.causal_mask(num_own, num_keys)
+        # It is a tensor without values, which cannot be made where a mode sees ops, as in selective checkpointing.
+        with no_dispatch():
+            return self.causal_mask(num_own, num_keys)
 
 
 class UlyssesCore(nn.Module):

@@ -14,7 +14,7 @@ from models.registry import family_of
 from parallel import Batch, ParallelConfig, build_mesh, materialize, parallelize
 from parallel.planner.candidate import Candidate, Request
 from parallel.planner.constants import CONSTANTS
-from parallel.planner.costs import KEEP_ALL, model_costs
+from parallel.planner.costs import KEEP_ALL, KEEP_HALF, model_costs
 from parallel.planner.enumeration import legal_degrees
 from parallel.planner.memory import predict_memory
 from parallel.replicas import local_part
@@ -66,6 +66,7 @@ def test_12_random_plans_build() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
 def test_200_random_plans_within_8_ranks_build(seed: int) -> None:
     build_some(50, seed)
@@ -129,7 +130,15 @@ def test_random_heads_layers_and_degrees_that_are_accepted_train_as_one_process_
     train_some(1, world_size=2, seed=0)
 
 
+def test_gathered_keys_train_under_selective_checkpointing() -> None:
+    config = ParallelConfig(dp_shard=1, cp=2, cp_method="allgather")
+    candidates = [Candidate(config, each, "every_micro_batch", 16, 1) for each in (KEEP_ALL, KEEP_HALF)]
+    kept, again = run_ranks(2, take_steps, DEBUG, candidates)[0]
+    assert kept == pytest.approx(again, rel=1e-6)
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(4))
 def test_many_random_models_and_degrees_that_are_accepted_train_as_one_process_does(seed: int) -> None:
     train_some(5, world_size=4, seed=seed)
