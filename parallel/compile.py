@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel.plan import Block
+from parallel.plan import Block, matching
 
 BACKEND = "inductor"
 
@@ -37,7 +37,7 @@ def check_compiler(device_type: str) -> None:
 
 
 def apply_compile(model: nn.Module, blocks: Sequence[Block], options: dict[str, Any] | None = None) -> None:
-    """Compiles the forward of each block as one graph.
+    """Compiles the forward of each block as one graph, or as two around the exchange with its experts.
 
     A block's forward is replaced rather than the block wrapped: no name changes, and hooks on the block, which gather
     its parameters, stay outside of the graph. Blocks that are alike share their code.
@@ -49,4 +49,20 @@ def apply_compile(model: nn.Module, blocks: Sequence[Block], options: dict[str, 
     """
     for block in blocks:
         module = model.get_submodule(block.fqn)
-        module.forward = torch.compile(module.forward, backend=BACKEND, fullgraph=True, options=options)
+        whole = not block.has_experts
+        module.forward = torch.compile(module.forward, backend=BACKEND, fullgraph=whole, options=options)
+
+
+def leave_uncompiled(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Keeps modules out of the graphs around them, with all that they call.
+
+    What brings tokens to experts needs numbers of rows on the host, which are others in every step, and of the kernel
+    that multiplies their groups torch 2.13 compiles bfloat16 alone.
+
+    Args:
+        model: The whole model.
+        patterns: Names of the modules.
+    """
+    modules = dict(model.named_modules())
+    for fqn in (fqn for pattern in patterns for fqn in matching(pattern, modules)):
+        modules[fqn].forward = torch.compiler.disable(modules[fqn].forward)

@@ -120,10 +120,6 @@ def sequence_multiple(config: ParallelConfig) -> int:
     return config.cp * math.lcm(pieces, config.tp if config.sequence_parallel else 1)
 
 
-def check_built(config: ParallelConfig) -> None:
-    """Refuses what the config can say but no code does yet."""
-
-
 def _check_divides(axis: str, degree: int, name: str, count: int, shape: ModelShape) -> None:
     if count % degree:
         legal = [

@@ -12,7 +12,7 @@ from parallel.async_tensor_parallel import (
     enable_async_tensor_parallel,
 )
 from parallel.backend import Backend
-from parallel.compile import apply_compile, check_compiler
+from parallel.compile import apply_compile, check_compiler, leave_uncompiled
 from parallel.config import ParallelConfig
 from parallel.context_parallel import apply_context_parallel, check_context_parallel
 from parallel.data_parallel import OneProcessManyDevices
@@ -124,16 +124,16 @@ def _check_blocks(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Pa
     """Refuses what cannot be done to blocks."""
     if config.compile:
         check_compiler(mesh.device.type)
-        if plan.shape.num_experts:
-            raise ValueError(
-                f"compile=True with {plan.shape.num_experts} experts is not built: of the kernel that multiplies their "
-                "groups torch 2.13 compiles bfloat16 alone; use compile=False"
-            )
     selective, policy = config.activation_checkpointing == "selective", config.activation_checkpoint_policy
     if config.compile and selective and config.tp > 1 and not keeps_attention(policy):
         raise ValueError(
             f"activation_checkpoint_policy={policy!r} computes attention again, which torch 2.13 cannot compile under "
             f"tp={config.tp}; use activation_checkpointing='full', a policy that keeps attention, or compile=False"
+        )
+    if config.compile and selective and any(block.has_experts for block in plan.blocks):
+        raise ValueError(
+            "activation_checkpointing='selective' with compile=True chooses among the ops of one graph, which blocks "
+            "with experts leave for the exchange of rows; use activation_checkpointing='full', or compile=False"
         )
     if not TRAITS[config.data_parallel].shards or not (config.compile or selective):
         return
@@ -156,6 +156,8 @@ def _apply_to_blocks(model: nn.Module, config: ParallelConfig, plan: ParallelPla
     if config.precision.float8:
         apply_float8(model, plan.blocks)
     options = OPTIONS if config.async_tp else None
+    if config.compile:
+        leave_uncompiled(model, plan.dispatches)
     if config.compile and compile_first:
         apply_compile(model, plan.blocks, options)
     apply_activation_checkpointing(

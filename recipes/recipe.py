@@ -10,7 +10,7 @@ from models.config import ModelConfig
 from models.layers.lora import LoraConfig
 from models.registry import family_of
 from parallel import ParallelConfig
-from parallel.layout import check_built, check_layout, check_sequence_length, resolve
+from parallel.layout import check_layout, check_sequence_length, resolve
 from parallel.schedules import check_micro_batches
 from recipes.checks import check_integer, check_number
 from recipes.data import DataConfig, check_vocabulary
@@ -197,7 +197,6 @@ class Recipe:
         resolved = resolve(self.parallel, world_size)
         check_layout(resolved, self.model.shape)
         check_sequence_length(resolved, self.data.sequence_length, self.model.shape)
-        check_built(resolved)
         self._check_adapters_only()
         check_schedule(self.schedule, self.training.steps)
 

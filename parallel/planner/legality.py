@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from parallel.config import ParallelConfig, Schedule
-from parallel.layout import check_built, check_layout, check_sequence_length
+from parallel.layout import check_layout, check_sequence_length
 from parallel.parallelize import BACKENDS
 from parallel.plan import ModelShape, ParallelPlan
 from parallel.schedules import check_micro_batches
@@ -27,7 +27,6 @@ def is_legal_layout(config: ParallelConfig, shape: ModelShape, sequence_length: 
     def check() -> None:
         check_layout(config, shape)
         check_sequence_length(config, sequence_length, shape)
-        check_built(config)
         _check_backend(config, shape, device)
         _check_blocks(config, shape)
 

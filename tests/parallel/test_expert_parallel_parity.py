@@ -4,7 +4,10 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import parallel.compile
 from parallel import ParallelConfig, Sharding
 from tests.models.moe.small_moe import DEEP, MODELS, MoeRun, train
 from tests.parallel.small_model import adamw, difference, sgd
@@ -78,6 +81,16 @@ MORE: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
 }
 
 
+COMPILED: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
+    "one process": (1, {"data_parallel": "none"}, LARGE, 1),
+    "ep 2": (2, {"ep": 2}, LARGE, 2),
+    "ep 2 x tp 2, recomputed": (4, {"ep": 2, "tp": 2, "activation_checkpointing": "full"}, LARGE, 1),
+    "tp without sequence parallel": (2, {"tp": 2, "sequence_parallel": False}, SMALL, 1),
+    "cp 2 is ep 2, dropping": (2, {"cp": 2, "cp_method": "ulysses", "ep": 2}, DROPPING, 1),
+    "pp 2 x ep 2": (4, {"pp": 2, "schedule": "1f1b", "ep": 2}, LARGE, 4),
+}
+
+
 @cache
 def one_process(model: tuple[tuple[str, Any], ...], optimizer: str) -> MoeRun:
     """The numbers to reach: one process, the global batch in one piece."""
@@ -88,8 +101,9 @@ def one_process(model: tuple[tuple[str, Any], ...], optimizer: str) -> MoeRun:
 def assert_parity(
     world_size: int, fields: dict[str, Any], model: dict[str, Any], num_micro_batches: int, optimizer: str
 ) -> None:
+    function = train_compiled if fields.get("compile") else train
     factory, tolerance = OPTIMIZERS[optimizer]
-    runs = run_ranks(world_size, train, ParallelConfig(**fields), factory, model, num_micro_batches)
+    runs = run_ranks(world_size, function, ParallelConfig(**fields), factory, model, num_micro_batches, timeout_s=280)
     assert all((run.losses, run.norms, run.loads) == (runs[0].losses, runs[0].norms, runs[0].loads) for run in runs)
     run, reference = runs[0], one_process(tuple(model.items()), optimizer)
     assert run.loads == reference.loads and run.dropped == reference.dropped
@@ -101,6 +115,19 @@ def assert_parity(
     assert parameters.keys() == reference.parameters.keys()
     worst = {fqn: difference(parameters[fqn], reference.parameters[fqn]) for fqn in reference.parameters}
     assert max(worst.values()) < tolerance, worst
+
+
+def train_compiled(*arguments: Any) -> MoeRun:
+    """The graphs of compiled blocks, run as they are; on two ranks with generated code, which takes longer."""
+    backend = "inductor" if dist.get_world_size() == 2 else "aot_eager"
+    before, parallel.compile.BACKEND = parallel.compile.BACKEND, backend
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    try:
+        run = train(*arguments)
+    finally:
+        parallel.compile.BACKEND = before
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > num_graphs
+    return run
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -123,3 +150,11 @@ def test_five_steps_of_every_other_layout_equal_one_process(name: str, optimizer
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "ep 2 x expert_fsdp 2"])
 def test_five_adamw_steps_of_the_others_equal_one_process(name: str) -> None:
     assert_parity(*LAYOUTS[name], "adamw")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", COMPILED)
+def test_five_steps_of_compiled_blocks_equal_one_process(name: str) -> None:
+    world_size, fields, model, num_micro_batches = COMPILED[name]
+    assert_parity(world_size, fields | {"compile": True}, model, num_micro_batches, "sgd")
