@@ -13,6 +13,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from recipes.find import DEFAULT_RECIPE, find_recipe, intended_world_size, recipe_names
 from recipes.launchers import is_first_rank, world_size_to_come
 from recipes.messages import one_message
+from recipes.model import model_and_plan
 from recipes.recipe import Recipe, changed_fields
 
 T = TypeVar("T")
@@ -59,6 +60,9 @@ def parse_train(arguments: list[str] | None = None) -> tuple[TrainCommand, list[
         named = find_recipe(name)
         command = parse(TrainCommand, overrides, f"python -m recipes.train {name}", TrainCommand(recipe=named))
         command.recipe.check(world_size_to_come(command.nproc))
+        if command.recipe.lora.rank:
+            # Whether targets are there only the model tells, which takes a second to build if it is large.
+            model_and_plan(command.recipe)
     return command, changed_fields(named.to_json(), command.recipe.to_json())
 
 

@@ -27,6 +27,8 @@ def recipe_table(
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("model", _model(recipe))
+    if recipe.lora.rank:
+        table.add_row("adapters", _adapters(recipe))
     table.add_row("layout", _layout(recipe, mesh))
     table.add_row("batch", _batch(recipe, mesh))
     table.add_row("steps", _steps(recipe))
@@ -47,6 +49,12 @@ def _model(recipe: Recipe) -> str:
         f"{family_of(recipe.model).name}, {_count(recipe.model.num_parameters)} parameters: {shape.num_layers} blocks "
         f"of width {shape.width}, stored in {recipe.training.stored_dtype}"
     )
+
+
+def _adapters(recipe: Recipe) -> str:
+    lora = recipe.lora
+    saved = ", saved alone" if recipe.output.adapters_only else ""
+    return f"rank {lora.rank}, scaled by {lora.scale:g}, on {', '.join(lora.targets)}; all else is frozen{saved}"
 
 
 def _layout(recipe: Recipe, mesh: Mesh) -> str:

@@ -33,6 +33,13 @@ OPTIMIZERS = {"adamw": (adamw, 1e-12), "fused adamw": (fused_adamw, 1e-12), "sgd
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {
     "full_shard-2": (2, {}, "adamw"),
+    "ddp-2": (2, {"data_parallel": "ddp"}, "adamw"),
+    "fsdp1-2": (2, {"data_parallel": "fsdp1"}, "adamw"),
+    "tp-2, recomputed": (2, {"tp": 2, "activation_checkpointing": "full"}, "sgd"),
+    "cp-2 ring": (2, {"cp": 2, "cp_method": "ring"}, "adamw"),
+    "pp-2 1f1b": (2, PP, "adamw"),
+}
+SLOW_LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {
     "shard_grad_op-3": (3, {"strategy": "shard_grad_op"}, "fused adamw"),
     "no_shard-2, selective": (2, {"strategy": "no_shard", "activation_checkpointing": "selective"}, "sgd"),
     "hybrid_shard-2x2, recomputed": (
@@ -40,16 +47,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {
         {"strategy": "hybrid_shard", "dp_replicate": 2, "activation_checkpointing": "full"},
         "adamw",
     ),
-    "ddp-2": (2, {"data_parallel": "ddp"}, "adamw"),
     "zero1-2": (2, {"data_parallel": "zero1"}, "fused adamw"),
-    "fsdp1-2": (2, {"data_parallel": "fsdp1"}, "adamw"),
     "tp-2 without sequence parallel": (2, {"tp": 2, "sequence_parallel": False}, "adamw"),
-    "tp-2, recomputed": (2, {"tp": 2, "activation_checkpointing": "full"}, "sgd"),
-    "cp-2 ring": (2, {"cp": 2, "cp_method": "ring"}, "adamw"),
-    "pp-2 1f1b": (2, PP, "adamw"),
     "pp-2 zbv": (2, PP | {"schedule": "zbv_zero_bubble"}, "sgd"),
-}
-SLOW_LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {
     "full_shard-2 x tp-2": (4, {"tp": 2}, "fused adamw"),
     "hybrid_shard_zero2-2x2": (4, {"strategy": "hybrid_shard_zero2", "dp_replicate": 2}, "sgd"),
     "ddp-2 x tp-2": (4, {"data_parallel": "ddp", "tp": 2}, "adamw"),
@@ -136,7 +136,16 @@ def plain_start() -> dict[str, Tensor]:
     return whole_parameters(trained)
 
 
-@pytest.mark.parametrize("fields", [{}, {"data_parallel": "ddp"}, {"data_parallel": "fsdp1"}, {"tp": 2}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ({"data_parallel": "ddp"}, {"data_parallel": "fsdp1"}, {"tp": 2})
+        ),
+    ],
+)
 def test_adapters_train_in_bfloat16_and_are_stored_as_their_base(fields: dict[str, Any]) -> None:
     for dtypes, first, last in run_ranks(2, in_bfloat16, fields):
         assert dtypes == {torch.float32}

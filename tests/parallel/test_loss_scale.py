@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "full_shard 2 x tp 2": (4, {"tp": 2}),
     "cp 2 ulysses": (2, {"cp": 2, "cp_method": "ulysses"}),
 }
-SLOW = ("full_shard 2 x tp 2", "fsdp1 2", "zero1 2")
+SLOW = ("full_shard 2 x tp 2", "fsdp1 2", "zero1 2", "ddp 2", "cp 2 ulysses")
 
 
 def half(fields: dict[str, Any], **scaling: Any) -> ParallelConfig:

@@ -16,6 +16,7 @@ from checkpoint.sources import CheckpointSource
 from models.layers.lora import LoraConfig, is_of_adapter
 from parallel import ParallelConfig
 from recipes.checkpoints.convert import ExportHf
+from recipes.command import parse_train
 from recipes.evaluate import EvaluateCommand, evaluate
 from recipes.export import export_hub, model_source
 from recipes.from_checkpoint import find_checkpoint, recipe_of
@@ -200,6 +201,19 @@ def test_adapters_alone_need_a_base_that_is_kept(base: Recipe, tmp_path: Path) -
     ):
         with pytest.raises(ValueError, match="adapters_only=True needs adapters and a base that is kept elsewhere"):
             recipe.check_layout(2)
+
+
+def test_a_target_that_is_not_there_is_said_before_a_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama_debug", "--nproc", "1", "--lora.rank", "4", "--lora.targets"]
+    command, changes = parse_train([*words, "blocks.*.attention.o_proj"])
+    assert command.recipe.lora == LoraConfig(rank=4, targets=("blocks.*.attention.o_proj",))
+    assert "lora.rank 0 -> 4" in changes
+    with pytest.raises(SystemExit) as end:
+        parse_train([*words, "blocks.*.attention.o"])
+    assert end.value.code != 0
+    assert (
+        "lora target 'blocks.*.attention.o' matches no module; the model's linear maps are" in capsys.readouterr().err
+    )
 
 
 def test_base_and_adapters_of_a_merged_checkpoint_are_read_part_by_part(base: Recipe, tmp_path: Path) -> None:
