@@ -78,7 +78,7 @@ def possible_layouts(
     """
     ways = _ways(request.shape, request.sequence_length, degrees.tp, degrees.cp)
     splits_backward = schedule is not None and SCHEDULES[schedule].splits_backward
-    compiles = request.compile and not splits_backward and not request.shape.num_experts
+    compiles = request.compile and not splits_backward
     axes = degrees._asdict() | {"schedule": schedule, "compile": compiles, "precision": _precision(request.compute)}
     for kind in filter(fits, kinds(degrees)):
         refused = TRAITS[kind.data_parallel].refused_axes
@@ -122,7 +122,9 @@ def candidates(request: Request, config: ParallelConfig, micro_batch: int) -> tu
     times = request.global_batch // (config.dp_replicate * config.dp_shard * micro_batch)
     if config.schedule is not None and not runs(config.schedule, config.pp, times):
         return ()
-    recomputes = (KEEP_ALL, KEEP_INPUT) if traits_of(config).splits_backward else RECOMPUTES
+    # Where a block is no one graph, or is gone through twice, no policy can choose among its ops.
+    in_parts = traits_of(config).splits_backward or (config.compile and request.shape.num_experts > 0)
+    recomputes = (KEEP_ALL, KEEP_INPUT) if in_parts else RECOMPUTES
     return tuple(
         tuple(Candidate(config, each, when, micro_batch, times) for each in recomputes)
         for when in _whens(config, times)

@@ -71,8 +71,8 @@ def _check_backend(config: ParallelConfig, shape: ModelShape, device: str) -> No
 
 def _check_blocks(config: ParallelConfig, shape: ModelShape) -> None:
     """What `parallelize` refuses once it sees the modules of a model."""
-    by_graph = config.compile or config.activation_checkpointing == "selective"
-    if config.compile and shape.num_experts:
-        raise ValueError("experts cannot be compiled")
-    if by_graph and config.sharding.units == "size":
+    selective = config.activation_checkpointing == "selective"
+    if config.compile and selective and shape.num_experts:
+        raise ValueError("blocks with experts are not one graph, among whose ops a policy could choose")
+    if (config.compile or selective) and config.sharding.units == "size":
         raise ValueError("sharding units lie within blocks")

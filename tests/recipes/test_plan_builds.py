@@ -56,7 +56,9 @@ def build_some(count: int, seed: int) -> None:
     kinds = [(model, gpus) for model in (DEBUG, TIED, EXPERTS) for gpus in (1, 2, 4, 8)]
     for number in range(count):
         model, gpus = kinds[number % len(kinds)]
-        asked = asked_for(model, gpus, compute=generator.choice(("stored", "bfloat16")))
+        asked = asked_for(
+            model, gpus, compute=generator.choice(("stored", "bfloat16")), compile=generator.random() < 0.3
+        )
         layout = random_candidates(asked, generator, 1)[0].layout()
         assert build(model, layout, gpus, generator.randrange(gpus)) > 0, layout
 
