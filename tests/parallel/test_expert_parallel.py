@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from checkpoint import TrainState, load, save
@@ -148,12 +149,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep 4 x expert_fsdp 2": (8, {"ep": 4}),
 }
 FAST_PAIRS = [("ep 2 x tp 2", "ep 2 x expert_fsdp 2"), ("ep 2 x expert_fsdp 2", "one process")]
-PAIRS = [
-    (saved, loaded)
-    for saved in LAYOUTS
-    for loaded in LAYOUTS
-    if "ep" in saved + loaded and saved != loaded and (saved, loaded) not in FAST_PAIRS
-]
+NAMES = list(LAYOUTS)
+# Each is saved for two others, and two others are loaded into each.
+PAIRS = [(saved, NAMES[(index + step) % len(NAMES)]) for index, saved in enumerate(NAMES) for step in (1, 4)]
 
 
 def values_of(trained: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -199,7 +197,7 @@ def test_a_checkpoint_is_the_same_bits_on_another_layout_of_experts(saved: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
-def test_every_layout_with_experts_loads_into_every_other(saved: str, loaded: str, tmp_path: Path) -> None:
+def test_every_layout_of_experts_is_saved_for_two_others_and_loads_two(saved: str, loaded: str, tmp_path: Path) -> None:
     assert_the_same(saved, loaded, tmp_path)
 
 
@@ -248,3 +246,24 @@ def test_a_plan_that_does_not_say_where_experts_are_is_refused_before_anything_i
     for messages in run_ranks(2, refusals):
         for message in messages:
             assert "the plan names no experts or no dispatches; name them, or use ep=1" in message
+
+
+def gradients(divide: bool) -> dict[str, Tensor]:
+    """Gradients of a step, as they are and as torch scales them if it is not told otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        if divide:
+            patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda module, factor: None)
+            # gloo cannot multiply before it sums, as torch would here.
+            patch.setattr(FSDPModule, "set_force_sum_reduction_for_comms", lambda module, enable: None)
+        trained = build(ParallelConfig(ep=2), {})
+    trained.forward_backward(batches(trained.mesh, 0))
+    found = {fqn: each.grad for fqn, each in trained.named_parameters().items()}
+    return {fqn: each.full_tensor() for fqn, each in found.items() if isinstance(each, DTensor)}
+
+
+def test_torch_would_scale_gradients_of_experts_by_ep_beside_the_others() -> None:
+    """A control of the parity of experts: each unit is divided by the ranks that shard it, and experts have fewer."""
+    summed, divided = (run_ranks(4, gradients, divide)[0] for divide in (False, True))
+    for fqn, whole in summed.items():
+        ranks = 2 if ".experts." in fqn else 4
+        torch.testing.assert_close(divided[fqn] * ranks, whole, rtol=1e-12, atol=1e-18)

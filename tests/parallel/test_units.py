@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from models.llama import Llama, LlamaConfig, llama_plan
+from models.moe import Moe, MoeConfig, moe_plan
 from parallel import ParallelConfig, Sharding, Unit, build_mesh, materialize, parallelize, units_by_size, units_where
-from parallel.units import choose_units
+from parallel.units import choose_units, with_expert_units
 from tests.parallel.small_model import adamw, batches, build
 from tests.ranks import run_ranks
 
@@ -100,3 +101,16 @@ def losses_of_nested_and_plain_units() -> tuple[list[float], list[float]]:
             losses[-1].append(trained.forward_backward(batches(trained.mesh, step)).loss)
             optimizer.step()
     return losses[0], losses[1]
+
+
+def test_experts_that_ranks_share_are_units_of_their_own_before_the_unit_around_them() -> None:
+    config = MoeConfig(num_layers=2, dense_layers=(0,))
+    with torch.device("meta"):
+        model = Moe(config)
+    plan, experts = moe_plan(config), "blocks.1.feed_forward.experts"
+    own = Unit(modules=(experts,), view="expert_fsdp")
+    for units in (plan.units, (), units_by_size(model, 5000), (Unit(modules=("norm", experts, "head")),)):
+        found = with_expert_units(model, plan, units)
+        assert [unit for unit in found if experts in unit.modules] == [own]
+        assert [name for name in names(found) if name != experts] == [name for name in names(units) if name != experts]
+    assert names(with_expert_units(model, plan, plan.units)) == ["embed", "blocks.0", experts, "blocks.1", "head"]

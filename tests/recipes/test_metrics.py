@@ -41,6 +41,12 @@ def _console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
     return Console(file=file, force_terminal=terminal, width=200, highlight=False), file
 
 
+def test_tokens_that_experts_had_no_room_for_are_told_where_there_are_experts() -> None:
+    assert "train/num_dropped" not in _metrics(1).scalars()
+    sparse = dataclasses.replace(_metrics(1), expert_load=((3, 5),), num_dropped=2)
+    assert (sparse.scalars()["train/num_dropped"], sparse.record()["num_dropped"]) == (2, 2)
+
+
 def test_the_console_line_shows_the_step_at_a_glance() -> None:
     assert _metrics(7).line() == (
         "step   7/100  loss  2.5000  grad   0.750  lr 3.00e-04   16.0k tok/s     500 ms/step  peak 300 MiB"
