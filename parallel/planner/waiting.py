@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from parallel.config import ParallelConfig
+from parallel.context_parallel import sent_kv_heads
 from parallel.planner.candidate import Candidate
 from parallel.planner.constants import Constants
 from parallel.planner.costs import FLOAT32, ModelCosts
@@ -113,8 +114,10 @@ def context_parallel_s(
         return exposed(runs * others * (keys / link.direct_bytes_per_s + link.hop_s), attention_s, constants)
     if config.cp_method == "allgather":
         return link.time_s("all_gather", (2 + again) * keys * link.ranks, 2 + again)
-    queries = 2 * costs.query_width / config.tp * num_tokens * itemsize
-    return link.time_s("all_to_all", (2 + again) * (keys + queries), 2 * (2 + again))
+    head_dim = costs.query_width / costs.num_heads
+    kv_heads = sent_kv_heads(round(costs.kv_width / head_dim) // config.tp, link.ranks)
+    sent = 2 * (costs.query_width / config.tp + kv_heads * head_dim) * num_tokens * itemsize
+    return link.time_s("all_to_all", (2 + again) * sent, 2 * (2 + again))
 
 
 def expert_parallel_s(costs: ModelCosts, candidate: Candidate, num_tokens: int, link: Link) -> float:
