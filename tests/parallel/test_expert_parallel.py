@@ -267,3 +267,17 @@ def test_torch_would_scale_gradients_of_experts_by_ep_beside_the_others() -> Non
     for fqn, whole in summed.items():
         ranks = 2 if ".experts." in fqn else 4
         torch.testing.assert_close(divided[fqn] * ranks, whole, rtol=1e-12, atol=1e-18)
+
+
+def said_of(fields: dict[str, Any]) -> tuple[Tensor, float]:
+    """Logits of some tokens, the same on every rank, and the loss of an evaluation."""
+    trained = build(ParallelConfig(**fields), LARGE | {"capacity_factor": 0.8})
+    tokens = torch.randint(0, 256, (2, 14), generator=torch.Generator().manual_seed(0))
+    return trained.logits(tokens), trained.evaluate(batches(trained.mesh, 0)).loss
+
+
+def test_logits_and_evaluations_are_those_of_one_process() -> None:
+    ((logits, loss),) = run_ranks(1, said_of, {"data_parallel": "none"})
+    for fields in ({"ep": 2, "tp": 2}, {"ep": 4, "cp": 2, "cp_method": "ring"}):
+        for found, evaluated in run_ranks(4, said_of, fields):
+            assert difference(found, logits) < 1e-12 and difference([evaluated], [loss]) < 1e-12
