@@ -158,10 +158,10 @@ class Trained:
                 f"{len(on_meta)} parameters are still on meta ({', '.join(on_meta[:3])} ...) and will be replaced; "
                 "call materialize before the optimizer is built"
             )
-        narrow = [fqn for fqn, each in trainable.items() if each.dtype in (torch.bfloat16, torch.float16)]
+        narrow = [fqn for fqn, each in trainable.items() if each.dtype == torch.bfloat16]
         if narrow:
             warnings.warn(
-                f"{len(narrow)} parameters are stored in {trainable[narrow[0]].dtype} ({', '.join(narrow[:3])} ...): "
+                f"{len(narrow)} parameters are stored in bfloat16 ({', '.join(narrow[:3])} ...): "
                 "updates smaller than their rounding are lost and optimizer state is as coarse; store float32 and set "
                 "precision=Precision(compute='bfloat16', reduce='float32')",
                 stacklevel=2,

@@ -100,11 +100,10 @@ def dtypes_of_a_step() -> tuple[dict[str, set[torch.dtype]], list[torch.dtype], 
     return dtypes, activations, trained.logits(torch.ones(1, 4, dtype=torch.int64)).dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_an_optimizer_over_16_bit_parameters_is_warned_of_and_one_over_float32_is_not(dtype: torch.dtype) -> None:
+def test_an_optimizer_over_bfloat16_parameters_is_warned_of_and_one_over_float32_is_not() -> None:
     assert run_ranks(1, warnings_of, torch.float32)[0] == []
-    (message,) = run_ranks(1, warnings_of, dtype)[0]
-    assert f"12 parameters are stored in {dtype} (embed.weight" in message
+    (message,) = run_ranks(1, warnings_of, torch.bfloat16)[0]
+    assert "12 parameters are stored in bfloat16 (embed.weight" in message
     assert "store float32 and set precision=Precision(compute='bfloat16', reduce='float32')" in message
 
 
