@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from parallel.config import ParallelConfig, Sharding
+from parallel.config import DataParallel, ParallelConfig, Sharding
 from parallel.plan import ModelShape
 from parallel.planner.accounting import state_bytes
 from parallel.planner.candidate import Candidate, Request
@@ -16,6 +16,7 @@ from parallel.planner.memory import predict_memory
 from parallel.planner.ranking import Plan, evaluate
 from parallel.planner.search import search
 from parallel.precision import Precision
+from parallel.traits import TRAITS
 
 GB = 1e9
 GPU = "a100-80gb"
@@ -91,21 +92,26 @@ def _states() -> Iterator[Claim]:
 
 def _scaling(shape_of: Shapes) -> Iterator[Claim]:
     ranks = (8, 32, 64, 256)
-    for backend, said in (("ddp", (7.6, 28.0, 50.0, 150.0)), ("fsdp2", (7.0, 25.0, 45.0, 140.0))):
+    printed: dict[DataParallel, tuple[float, ...]] = {
+        "ddp": (7.6, 28.0, 50.0, 150.0),
+        "fsdp2": (7.0, 25.0, 45.0, 140.0),
+    }
+    for backend, said in printed.items():
         found = speedups(shape_of("llama2-7b"), find_gpu(GPU), backend, ranks)
         needed = [
             needed_bandwidth(shape_of("llama2-7b"), find_gpu(GPU), backend, each, target)
             for each, target in zip(ranks, said, strict=True)
         ]
         links = ", ".join("none" if each is None else f"{each:.0f}" for each in needed)
-        name = "DDP" if backend == "ddp" else "FSDP"
+        shards = TRAITS[backend].shards
+        name = "FSDP" if shards else "DDP"
         yield Claim(
             f"{name} of 7B speeds up {'x/'.join(f'{each:g}' for each in said)}x on 8/32/64/256 GPUs",
             f"{'x/'.join(f'{each:.1f}' for each in found)}x on {GPU} with 4,096 tokens a GPU"
-            + (", as latency of rings grows" if backend == "ddp" else ", as each updates its part of the states alone"),
+            + (", as each updates its part of the states alone" if shards else ", as latency of rings grows"),
             all(abs(ours / theirs - 1) < 0.1 for ours, theirs in zip(found, said, strict=True)),
             f"links carried {links} GB/s of each GPU at 8/32/64/256, which is no single machine"
-            + ("; and 7B in DDP needs 112 GB of states, more than such a GPU has" if backend == "ddp" else ""),
+            + ("" if shards else "; and 7B in DDP needs 112 GB of states, more than such a GPU has"),
         )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from parallel.config import ParallelConfig
+from parallel.config import DataParallel, ParallelConfig
 from parallel.plan import ModelShape
 from parallel.planner.candidate import Candidate, Options
 from parallel.planner.choices import BUCKETS_MB
@@ -14,6 +14,7 @@ from parallel.planner.hardware import Gpu
 from parallel.planner.timing import Time, compute_time, predict_time
 from parallel.planner.waiting import join_ranks
 from parallel.precision import Precision
+from parallel.traits import TRAITS
 
 TRAFFIC_SHARES = (("7B", 8, 0.25), ("13B", 16, 0.30), ("70B", 64, 0.40), ("175B", 256, 0.50))
 """Model, GPUs, and the share of time in communication that tutorials print."""
@@ -33,7 +34,7 @@ class Share(NamedTuple):
     sent: float
 
 
-def time_of(shape: ModelShape, gpu: Gpu, backend: str, ranks: int, sequences: int = 1) -> Time:
+def time_of(shape: ModelShape, gpu: Gpu, backend: DataParallel, ranks: int, sequences: int = 1) -> Time:
     """A step of data parallel alone, whether it fits or not.
 
     Args:
@@ -45,14 +46,14 @@ def time_of(shape: ModelShape, gpu: Gpu, backend: str, ranks: int, sequences: in
     """
     candidate, costs = _candidate(backend, ranks, sequences), model_costs(shape)
     links = join_ranks(candidate.config, gpu, CONSTANTS)
-    sizes = BUCKETS_MB if backend == "ddp" else BUCKETS_MB[:1]
+    sizes = BUCKETS_MB if TRAITS[backend].has_buckets else BUCKETS_MB[:1]
     tried = (candidate._replace(options=Options(bucket_cap_mb=size)) for size in sizes)
     return min(
         (predict_time(costs, each, TOKENS, gpu, CONSTANTS, links) for each in tried), key=lambda time: time.step_s
     )
 
 
-def speedups(shape: ModelShape, gpu: Gpu, backend: str, ranks: Sequence[int]) -> list[float]:
+def speedups(shape: ModelShape, gpu: Gpu, backend: DataParallel, ranks: Sequence[int]) -> list[float]:
     """Throughput over that of one GPU, with as many tokens on each.
 
     Args:
@@ -65,7 +66,7 @@ def speedups(shape: ModelShape, gpu: Gpu, backend: str, ranks: Sequence[int]) ->
     return [each * alone_s / time_of(shape, gpu, backend, each).step_s for each in ranks]
 
 
-def needed_bandwidth(shape: ModelShape, gpu: Gpu, backend: str, ranks: int, target: float) -> float | None:
+def needed_bandwidth(shape: ModelShape, gpu: Gpu, backend: DataParallel, ranks: int, target: float) -> float | None:
     """What a GPU's links would have to carry for a speed-up, in GB/s; None where no bandwidth gives so much.
 
     Args:
@@ -111,12 +112,12 @@ def communication_share(
     return Share(exposed=time.dp_s / time.step_s, sent=min(1.0, sent / time.step_s))
 
 
-def _candidate(backend: str, ranks: int, sequences: int) -> Candidate:
-    shards = backend != "ddp" and ranks > 1
+def _candidate(backend: DataParallel, ranks: int, sequences: int) -> Candidate:
+    shards = TRAITS[backend].shards and ranks > 1
     config = ParallelConfig(
         dp_shard=ranks if shards else 1,
         dp_replicate=1 if shards else ranks,
-        data_parallel="none" if ranks == 1 else "fsdp2" if shards else "ddp",
+        data_parallel="none" if ranks == 1 else backend,
         precision=Precision(compute="bfloat16", reduce="float32"),
         compile=True,
     )

@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def read_gpus(user_file: str | None = None) -> dict[str, Gpu]:
         ValueError: If the file is no TOML, or an entry lacks a field, has one too many or a figure out of its range.
         OSError: If the file cannot be read.
     """
-    gpus = _parse(files("parallel.planner").joinpath("gpus.toml").read_text(encoding="utf-8"), "the table of GPUs")
+    gpus = dict(_shipped())
     if user_file is not None:
         gpus |= _parse(Path(user_file).read_text(encoding="utf-8"), repr(user_file))
     return gpus
@@ -111,6 +112,11 @@ def find_gpu(name: str, user_file: str | None = None) -> Gpu:
         hint = f"; nearest: {near[0]}" if near else ""
         raise ValueError(f"unknown GPU {name!r}{hint}; legal: {legal}; others go into a TOML file with the same fields")
     return gpus[name]
+
+
+@cache
+def _shipped() -> dict[str, Gpu]:
+    return _parse(files("parallel.planner").joinpath("gpus.toml").read_text(encoding="utf-8"), "the table of GPUs")
 
 
 def _parse(text: str, where: str) -> dict[str, Gpu]:

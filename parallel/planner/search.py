@@ -86,15 +86,16 @@ def search(request: Request, constants: Constants = CONSTANTS, most: int = 10, a
             return allows(degrees, kind) and least_bytes(costs, request, degrees, kind) <= request.usable_bytes
 
         bounds: dict[tuple[object, ...], float] = {}
+        sequences = request.global_batch // (degrees.dp_replicate * degrees.dp_shard)
         for config in possible_layouts(request, degrees, schedule or None, may_fit):
             limit_s = best[-1].ranked_s if len(best) == most else math.inf
             way = (config.cp_method, config.sequence_parallel, config.ep)
             if way not in bounds:
-                bounds[way] = _least_s(request, costs, config, constants)
-            if bounds[way] * doubt(config) > limit_s:
+                bounds[way] = _least_work_s(request, costs, config, constants)
+            if bounds[way] * _idle(config, sequences) * doubt(config) > limit_s:
                 continue
             layout = _Layout(request, costs, config, constants)
-            plan = layout.best(limit_s)
+            plan = layout.best(limit_s, bounds[way])
             evaluated, too_large = evaluated + layout.tried, too_large + layout.failed
             if plan is not None:
                 best = _with_plan(best, plan)[:most]
@@ -143,15 +144,19 @@ def smallest(request: Request, constants: Constants = CONSTANTS, allows: Allows 
     return best
 
 
-def _least_s(request: Request, costs: ModelCosts, config: ParallelConfig, constants: Constants) -> float:
-    """What any micro-batch takes at least: the largest computes best, and the smallest fills a pipeline best."""
+def _least_work_s(request: Request, costs: ModelCosts, config: ParallelConfig, constants: Constants) -> float:
+    """What a step takes at least beside idling: the largest micro-batch computes best."""
     sequences = request.global_batch // (config.dp_replicate * config.dp_shard)
     whole = Candidate(config, KEEP_ALL, "last", sequences, 1)
     ranks = join_ranks(config, request.gpu, constants)
     computed = compute_time(costs, whole, request.sequence_length, request.gpu, constants, ranks)
-    idle = bubble(config.schedule, config.pp, sequences) if config.schedule is not None else 0.0
     # What the optimizer takes depends on the backend, and is nothing here where states are in host memory.
-    return (computed.step_s - computed.time.bubble_s - computed.optimizer_s) * (1 + idle)
+    return computed.step_s - computed.time.bubble_s - computed.optimizer_s
+
+
+def _idle(config: ParallelConfig, num_micro_batches: int) -> float:
+    """The factor by which idling in a pipeline makes a step longer."""
+    return 1.0 if config.schedule is None else 1 + bubble(config.schedule, config.pp, num_micro_batches)
 
 
 class _Layout:
@@ -169,15 +174,19 @@ class _Layout:
         self._best: Plan | None = None
         self.tried = self.failed = 0
 
-    def best(self, limit_s: float) -> Plan | None:
+    def best(self, limit_s: float, least_work_s: float) -> Plan | None:
         """The fastest candidate that fits and whose ranked time is below a limit.
 
         Args:
             limit_s: The limit.
+            least_work_s: What a step takes at least beside idling.
         """
         config, request = self._config, self._request
-        sizes = divisors(request.global_batch // (config.dp_replicate * config.dp_shard))
-        for micro_batch in sizes:
+        sequences = request.global_batch // (config.dp_replicate * config.dp_shard)
+        for micro_batch in divisors(sequences):
+            if least_work_s * _idle(config, sequences // micro_batch) * self._doubt > limit_s:
+                # Fewer micro-batches idle longer.
+                break
             outcomes: list[bool] = []
             for row in candidates(request, config, micro_batch):
                 for candidate in row:
