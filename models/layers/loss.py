@@ -68,7 +68,7 @@ class LossHead(nn.Module):
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Computes loss and gradients chunk by chunk in forward, so that backward needs no logits.
 
-    The weight's gradient is summed over chunks in the dtype of the weight, one rounding a chunk.
+    The weight's gradient is summed over chunks in the dtype of the weight, one rounding a chunk; of float16 in float32.
     """
 
     @staticmethod
@@ -76,7 +76,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, x_TD: Tensor, weight_WD: Tensor, labels_T: Tensor, split: HeadSplit | None, chunk: int, wanted: bool
     ) -> Tensor:
         grad_x_TD = torch.empty_like(x_TD) if wanted and ctx.needs_input_grad[0] else None
-        grad_weight_WD = torch.zeros_like(weight_WD) if wanted and ctx.needs_input_grad[1] else None
+        # A sum over many tokens may leave the range of float16, and no scale of the loss would reach it.
+        sums = torch.float32 if weight_WD.dtype == torch.float16 else weight_WD.dtype
+        grad_weight_WD = torch.zeros_like(weight_WD, dtype=sums) if wanted and ctx.needs_input_grad[1] else None
         loss = torch.zeros((), device=x_TD.device, dtype=_loss_dtype(x_TD))
         # One buffer for all chunks: at this size each allocation is mapped and zeroed by the system anew.
         buffer_CW = x_TD.new_empty(min(chunk, len(x_TD)), len(weight_WD))
@@ -89,7 +91,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_x_TD is not None:
                 torch.mm(grad_CW, weight_WD, out=grad_x_TD[rows]).mul_(scale_C1)
             if grad_weight_WD is not None:
-                grad_weight_WD.addmm_(grad_CW.t(), x_CD * scale_C1)
+                if sums == weight_WD.dtype:
+                    grad_weight_WD.addmm_(grad_CW.t(), x_CD * scale_C1)
+                else:
+                    grad_weight_WD.add_(grad_CW.t() @ (x_CD * scale_C1))
         ctx.save_for_backward(grad_x_TD, grad_weight_WD)
         return loss
 
@@ -145,7 +150,11 @@ def _loss_and_gradient_(logits_CW: Tensor, labels_C1: Tensor, split: HeadSplit |
     total_C1, target_C1 = _exponentials_(logits_CW, targets_C1, None if gathered else split)
     loss = (total_C1.log() - target_C1).where(valid_C1, 0).sum()
     grad_CW = logits_CW if gathered is None else logits_CW[:, _own_entries(gathered)]
-    return loss, grad_CW.to(dtype), total_C1.reciprocal().where(valid_C1, 0).to(dtype)
+    factor_C1 = total_C1.reciprocal().where(valid_C1, 0)
+    if dtype == torch.float16:
+        # The total of a large vocabulary lies outside of its range.
+        return loss, grad_CW.mul_(factor_C1).to(dtype), torch.ones_like(factor_C1, dtype=dtype)
+    return loss, grad_CW.to(dtype), factor_C1.to(dtype)
 
 
 def _exponentials_(logits_CW: Tensor, targets_C1: Tensor, split: HeadSplit | None) -> tuple[Tensor, Tensor]:

@@ -199,3 +199,22 @@ def test_in_bf16_the_scale_of_gradients_is_not_rounded() -> None:
     exact, rounded = gradients
     scale = ((rounded * exact).sum() / (exact * exact).sum()).item()
     assert abs(scale - 1) < 5e-4
+
+
+@pytest.mark.parametrize(("vocab_size", "num_tokens", "size"), [(70_000, 3, 1.0), (11, 5_000, 30.0)])
+def test_in_float16_neither_a_large_vocabulary_nor_many_tokens_leave_the_range(
+    vocab_size: int, num_tokens: int, size: float
+) -> None:
+    """The total of the first exceeds what float16 holds, and so does the sum of the second's gradients."""
+    torch.manual_seed(0)
+    head = LossHead(8, vocab_size).half()
+    x_BSD = (size * torch.rand(1, num_tokens, 8)).half().requires_grad_()
+    labels = torch.full((1, num_tokens), 3)
+    (head(x_BSD, labels) * (64.0 / num_tokens)).backward()
+    exact_head, exact_x = LossHead(8, vocab_size).double(), x_BSD.detach().double().requires_grad_()
+    exact_head.load_state_dict({"weight": head.weight.detach().double()})
+    (exact_head(exact_x, labels) * (64.0 / num_tokens)).backward()
+    for found, exact in ((head.weight.grad, exact_head.weight.grad), (x_BSD.grad, exact_x.grad)):
+        assert found is not None and exact is not None
+        assert found.dtype == torch.float16
+        assert ((found.double() - exact).abs().max() / exact.abs().max()).item() < 1e-2
