@@ -68,7 +68,8 @@ def read(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter
             for entry, value in optimizer.state.get(parameter, {}).items():
                 name = f"{PREFIX}{fqns[id(parameter)]}.{entry}"
                 if isinstance(value, Tensor):
-                    state.tensors[name] = value.detach()
+                    # Detaching a DTensor costs more than all else here.
+                    state.tensors[name] = value.detach() if value.requires_grad else value
                 else:
                     state.scalars[name] = to_json(value, name)
     return state

@@ -15,6 +15,7 @@ from checkpoint.owners import Owners, StoredTensor
 from checkpoint.placed import LocalBoxes, layout_of, part_of_job
 from checkpoint.ranks import Ranks
 from checkpoint.state import FlatState
+from checkpoint.strict_json import Json
 from parallel.replicas import local_part
 
 
@@ -49,8 +50,7 @@ def plan(flat: FlatState, ranks: Ranks) -> SavePlan:
     """
     what = "describe the state"
     own = ranks.together(what, lambda: _describe(flat, ranks.size))
-    digest = strict_json.digest({name: repr(tensor) for name, tensor in own.items()})
-    described = ranks.distinct(own, digest)
+    described = ranks.distinct(own, _digest(own))
     # One description needs no merging, nor ranks that agree on how it went.
     tensors = own if len(described) == 1 else ranks.together(what, lambda: _merge(described, ranks.size))
     parts = ranks.together(what, lambda: _parts(flat, tensors, ranks.rank))
@@ -138,6 +138,16 @@ def _describe(flat: FlatState, world_size: int) -> dict[str, StoredTensor]:
     return described
 
 
+def _digest(described: Mapping[str, StoredTensor]) -> str:
+    """A hash that is equal where ranks describe the same."""
+    # Tensors share a few layouts, whose text is far longer than a number.
+    layouts = {layout: number for number, layout in enumerate({each.layout: None for each in described.values()})}
+    tensors: dict[str, Json] = {
+        name: f"{each.dtype} {each.shape} {layouts[each.layout]}" for name, each in described.items()
+    }
+    return strict_json.digest([[repr(layout) for layout in layouts], tensors])
+
+
 def _merge(described: Mapping[tuple[int, ...], Mapping[str, StoredTensor]], world_size: int) -> dict[str, StoredTensor]:
     """One description of each tensor out of those of ranks that hold different ones."""
     holders: dict[str, list[int]] = {}
@@ -175,8 +185,8 @@ def _parts(flat: FlatState, tensors: Mapping[str, StoredTensor], rank: int) -> d
             raise ValueError(
                 f"{piece.name} has {list(values.shape)} on rank {rank}, where its layout says {held.sizes}"
             )
-        for dim, (offset, size) in enumerate(zip(piece.box.within(held).offsets, piece.box.sizes, strict=True)):
-            if size != values.shape[dim]:
+        if piece.box != held:
+            for dim, (offset, size) in enumerate(zip(piece.box.within(held).offsets, piece.box.sizes, strict=True)):
                 values = values.narrow(dim, offset, size)
         parts[piece.key(stored.shape)] = values
     return parts
