@@ -29,15 +29,8 @@ LENGTH = 64
 
 
 def asked_for(model: ModelConfig, gpus: int, **fields: Any) -> Request:
-    return Request(
-        shape=model.shape,
-        gpu=PROCESSOR,
-        num_gpus=gpus,
-        sequence_length=LENGTH,
-        global_batch=16,
-        compile=False,
-        **fields,
-    )
+    fixed: dict[str, Any] = {"gpu": PROCESSOR, "sequence_length": LENGTH, "global_batch": 16, "compile": False}
+    return Request(shape=model.shape, num_gpus=gpus, **fixed | fields)
 
 
 def build(model: ModelConfig, config: ParallelConfig, world_size: int, rank: int) -> int:
