@@ -99,7 +99,7 @@ def _split(module: nn.Module, name: str, parameter: nn.Parameter, dim: int | Non
 
 
 def _local_linear(module: nn.Module, x: Tensor) -> Tensor:
-    weight: Tensor = module.get_parameter("weight")
+    weight: Tensor = module.weight  # type: ignore[assignment]  # FSDP1 shows a view that is no parameter
     if isinstance(weight, DTensor):
         whole = isinstance(weight.placements[-1], Replicate)
         weight = weight.to_local(grad_placements=[Partial()] if whole else None)

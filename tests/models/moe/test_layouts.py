@@ -24,6 +24,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "fsdp1-2": (2, {"data_parallel": "fsdp1"}, 1),
     "tp-2": (2, {"tp": 2}, 2),
     "tp-2, whole sequences": (2, {"tp": 2, "sequence_parallel": False}, 2),
+    "ddp-2 x tp-2": (4, {"data_parallel": "ddp", "tp": 2}, 2),
+    "fsdp1-2 x tp-2": (4, {"data_parallel": "fsdp1", "tp": 2}, 1),
     "zero1-2": (2, {"data_parallel": "zero1"}, 1),
     "pp-2": (2, {"pp": 2, "schedule": "1f1b"}, 4),
     "hybrid_shard-2x2": (4, {"strategy": "hybrid_shard", "dp_replicate": 2}, 2),
@@ -40,7 +42,9 @@ def one_process(model: str, optimizer: str) -> MoeRun:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] if " x tp" in name else []) for name in LAYOUTS]
+)
 def test_five_steps_equal_one_process(layout: str, model: str, optimizer: str) -> None:
     assert_parity(*LAYOUTS[layout], model, optimizer)
 
