@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 from parallel.planner.bounds import Degrees, Kind
 from parallel.planner.candidate import Request
-from parallel.planner.constants import CONSTANTS
-from parallel.planner.costs import model_costs
-from parallel.planner.ranking import Plan, evaluate
+from parallel.planner.ranking import Plan
 from parallel.planner.search import Allows, search
 from parallel.traits import TRAITS
 
@@ -83,15 +81,14 @@ def _points(base: Plan, counts: Sequence[int], allows: Allows) -> list[Point]:
     request, config = base.request, base.candidate.config
     others = config.pp * config.cp * config.tp
     sequences = max(1, request.global_batch // (config.dp_replicate * config.dp_shard))
-    costs = model_costs(request.shape)
     points: list[Point] = []
     for ranks in counts:
         asked = replace(request, num_gpus=ranks * others, global_batch=ranks * sequences)
         for plan in search(asked, most=1, allows=allows).plans:
             gpu = replace(request.gpu, hop_latency_us=NO_LATENCY_US)
-            ideal: Request = replace(asked, gpu=gpu)
-            faster = evaluate(ideal, costs, plan.candidate, CONSTANTS, plan.memory)
-            points.append(Point(ranks, plan, 1 - plan.tokens_per_s / faster.tokens_per_s))
+            # Without latency another plan may be the best.
+            ideal = search(replace(asked, gpu=gpu), most=1, allows=allows).plans[0]
+            points.append(Point(ranks, plan, max(0.0, 1 - plan.tokens_per_s / ideal.tokens_per_s)))
     return points
 
 

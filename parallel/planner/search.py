@@ -1,7 +1,7 @@
 """Finds the layouts that fit and train fastest, without evaluating those that cannot be among them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from parallel.config import DEGREES, ParallelConfig
@@ -187,33 +187,40 @@ class _Layout:
             if least_work_s * _idle(config, sequences // micro_batch) * self._doubt > limit_s:
                 # Fewer micro-batches idle longer.
                 break
-            outcomes: list[bool] = []
-            for row in candidates(request, config, micro_batch):
-                for candidate in row:
-                    limit_s = limit_s if self._best is None else min(limit_s, self._best.ranked_s)
-                    outcome = self._look(candidate, limit_s)
-                    if outcome is None:
-                        break
-                    outcomes.append(outcome)
+            outcomes = [self._look_at_row(row, limit_s) for row in candidates(request, config, micro_batch)]
             if outcomes and not any(outcomes):
                 # Larger micro-batches hold more.
                 break
         return self._best if self._best is not None and is_accepted(request, config) else None
 
-    def _look(self, candidate: Candidate, limit_s: float) -> bool | None:
-        """Tries all options of a candidate; whether any fits, None where none can be fast enough."""
+    def _look_at_row(self, row: Sequence[Candidate], limit_s: float) -> bool:
+        """Tries candidates from the fastest to the one that holds least; whether any may fit, as far as was looked."""
+        for number, candidate in enumerate(row):
+            limit_s = limit_s if self._best is None else min(limit_s, self._best.ranked_s)
+            request, costs = self._request, self._costs
+            computed = compute_time(
+                costs, candidate, request.sequence_length, request.gpu, self._constants, self._ranks
+            )
+            if computed.step_s * self._doubt > limit_s:
+                return True
+            if number == 0 and not self._may_fit(row[-1]):
+                self.tried, self.failed = self.tried + len(row), self.failed + len(row)
+                return False
+            if not self._look(candidate, computed, limit_s):
+                return True
+        return True
+
+    def _look(self, candidate: Candidate, computed: Computed, limit_s: float) -> bool:
+        """Tries all options of a candidate; whether any can be fast enough."""
         request, costs, constants = self._request, self._costs, self._constants
-        computed = compute_time(costs, candidate, request.sequence_length, request.gpu, constants, self._ranks)
-        if computed.step_s * self._doubt > limit_s:
-            return None
         options = choices(request, costs, candidate)
         ideal = computed.step_s + min(sum(self._added(computed, candidate, each)) for each in fastest(options))
         if ideal * self._doubt > limit_s:
-            return None
-        self.tried += 1
-        if not self._fits(candidate._replace(options=leanest(options))):
-            self.failed += 1
             return False
+        self.tried += 1
+        if not self._may_fit(candidate):
+            self.failed += 1
+            return True
         for each in options:
             if ideal * self._doubt * price(each) > limit_s:
                 break
@@ -230,7 +237,9 @@ class _Layout:
     def _added(self, computed: Computed, candidate: Candidate, options: Options) -> tuple[float, float]:
         return with_options(self._costs, candidate, options, computed, self._constants, self._ranks)
 
-    def _fits(self, candidate: Candidate) -> bool:
-        memory = predict_memory(self._costs, candidate, self._request.sequence_length, self._constants)
+    def _may_fit(self, candidate: Candidate) -> bool:
+        """Whether a candidate fits with the options that hold least."""
+        least = candidate._replace(options=leanest(choices(self._request, self._costs, candidate)))
+        memory = predict_memory(self._costs, least, self._request.sequence_length, self._constants)
         host = self._request.gpu.host_memory_bytes
         return memory.reserved <= self._request.usable_bytes and memory.host <= host

@@ -49,6 +49,13 @@ def test_a_search_finds_what_evaluating_everything_finds_and_its_bounds_are_boun
     assert len(found) == 10
 
 
+@pytest.mark.parametrize("most", [1, 3])
+def test_the_best_does_not_depend_on_how_many_are_asked_for(most: int) -> None:
+    for asked in (request("llama3.1-8b", 64, 128), request("llama3.1-8b", 64, 256), request("llama2-13b", 16, 64)):
+        many, few = search(asked, most=12).plans, search(asked, most=most).plans
+        assert few == many[:most]
+
+
 def test_what_is_enumerated_covers_every_axis_and_choice() -> None:
     plans = everything(replace(request("debug", 4, 4, 64), compile=False))
     layouts = [plan.candidate.layout() for plan in plans[::7]]
