@@ -137,6 +137,7 @@ def test_torch_agrees_which_numbers_of_micro_batches_a_schedule_runs(schedule: s
 
 def torch_makes(schedule: str, pp: int, number: int) -> bool:
     traits = SCHEDULES[schedule]
+    assert traits.torch_name
     kind = get_schedule_class(traits.torch_name)
     ranks = placement(pp * traits.fewest, pp, is_v=traits.is_v)
     stages = [FakeStage(index, len(ranks), pp) for index, rank in enumerate(ranks) if rank == 0]

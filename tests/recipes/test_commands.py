@@ -221,7 +221,8 @@ def test_without_a_recipe_the_recipes_are_listed(words: list[str], capsys: pytes
     shown = capsys.readouterr().out
     listed = re.search("recipes: (.*), or the path of a .py file with a function recipe\\(\\)", shown)
     assert listed
-    assert "llama_3_1_8b (for 64 ranks), llama_3_2_1b (for 8 ranks), llama_debug, moe_debug, smollm2_135m" in listed[1]
+    assert "llama_3_1_8b (for 64 ranks), llama_3_1_8b_128k (for 64 ranks), llama_3_2_1b (for 8 ranks)" in listed[1]
+    assert ", llama_debug, moe_debug, moe_qwen3_30b_a3b (for 64 ranks), smollm2_135m" in listed[1]
     assert "All fields of llama_debug follow" in shown
     assert "--training.steps INT" in shown
 
