@@ -9,6 +9,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 ROWS = "tests/parallel/test_parallelize.py::test_a_layout_that_must_train_takes_a_step_like_one_process"
+DRY = "tests/recipes/test_ledger.py::test_a_step_without_values_is_the_real_step"
 COUNTS = "tests/parallel/test_collectives.py::test_a_step_sends_what_its_layout_says"
 
 # What is used, and the test that would notice.
@@ -19,6 +20,8 @@ TESTED = {
     "torch._C._current_graph_task_id": (
         "tests/parallel/test_collectives.py::test_every_kind_of_collective_is_counted_with_its_larger_side"
     ),
+    "torch._subclasses.fake_tensor.FakeTensorMode": DRY,
+    "torch._subclasses.fake_tensor.unset_fake_temporarily": DRY,
     "torch._foreach_mul_": (
         "tests/parallel/test_gradients.py::"
         "test_the_norm_over_mixed_meshes_is_that_of_the_full_gradients_and_clipping_reaches_its_bound"
@@ -49,6 +52,7 @@ TESTED = {
         "tests/recipes/test_plan_builds.py::test_gathered_keys_train_under_selective_checkpointing"
     ),
     "torch.utils._python_dispatch.TorchDispatchMode": COUNTS,
+    "torch.utils._python_dispatch._disable_current_modes": DRY,
     "torch.utils._triton.has_triton": "tests/test_private_torch_names.py::test_whether_triton_is_there_can_be_asked",
 }
 ALIASES = {"torch": "torch", "dist": "torch.distributed", "nn": "torch.nn", "F": "torch.nn.functional"}

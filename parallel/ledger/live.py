@@ -71,7 +71,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     storages = {}
     for tensor in tensors:
         storage = local_part(tensor).untyped_storage()
-        storages[storage.data_ptr() if storage.nbytes() else None] = storage.nbytes()
+        storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from parallel.config import ParallelConfig
 from parallel.expert_styles import EXPERT_DIMS
 from parallel.plan import ParallelPlan, TensorParallelStyle, Unit, matching
+from parallel.stages import cut, part_of_plan, stage_module
 from parallel.traits import TRAITS
 from parallel.units import choose_units, kept_unit, with_expert_units
 
@@ -84,15 +85,20 @@ class ModelParts:
 
     Attributes:
         config: The layout with every degree resolved.
-        plan: What the model declares.
+        plan: What the rank's part of the model declares.
         styles: Style of each module that `tp` touches, by fqn.
-        units: Sharding units in the order in which they run; the last is the root, which holds what is left.
+        units: Sharding units in the order in which they run; the last is the root, which holds what is left. Each stage
+            of a pipeline has a root.
+        whole: What the whole model declares.
+        pp_rank: Place of the rank along `pp`.
     """
 
     config: ParallelConfig
     plan: ParallelPlan
     styles: Mapping[str, TensorParallelStyle]
     units: tuple[UnitSpec, ...]
+    whole: ParallelPlan
+    pp_rank: int
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -100,22 +106,31 @@ class ModelParts:
         return tuple(parameter for unit in self.units for parameter in unit.parameters)
 
 
-def model_parts(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) -> ModelParts:
-    """Describes a model in a layout.
+def model_parts(model: nn.Module, config: ParallelConfig, plan: ParallelPlan, pp_rank: int = 0) -> ModelParts:
+    """Describes what one rank has of a model in a layout.
 
     Args:
         model: The whole model as it is before `parallelize`, which may be on meta.
         config: The layout with every degree resolved.
         plan: What the model declares.
-
-    Raises:
-        ValueError: If the layout has an axis whose traffic the ledger does not know.
+        pp_rank: Place of the rank along `pp`.
     """
-    unknown = [f"{axis}={getattr(config, axis)}" for axis in ("pp",) if getattr(config, axis) > 1]
-    if unknown:
-        raise ValueError(
-            f"the ledger knows the axes of data, cp, tp and ep; it cannot predict {', '.join(unknown)} yet"
-        )
+    if config.pp == 1:
+        return _of_part(model, config, plan)
+    stages = [stage for stage in cut(plan, config) if stage.rank == pp_rank]
+    parts = [_of_part(stage_module(model, plan, stage), config, part_of_plan(plan, stage.modules)) for stage in stages]
+    return ModelParts(
+        config=config,
+        plan=part_of_plan(plan, [fqn for stage in stages for fqn in stage.modules]),
+        styles={fqn: style for part in parts for fqn, style in part.styles.items()},
+        units=tuple(unit for part in parts for unit in part.units),
+        whole=plan,
+        pp_rank=pp_rank,
+    )
+
+
+def _of_part(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) -> ModelParts:
+    """The model, or one stage of a pipeline."""
     flattens = TRAITS[config.data_parallel].flattens
     chosen = choose_units(model, plan, config.sharding)
     if config.ep > 1:
@@ -136,7 +151,7 @@ def model_parts(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) ->
     specs = [_unit_spec(unit, own, unit is kept, config) for unit, own in zip(units, members, strict=False)]
     # The root is needed again as soon as backward starts.
     specs.append(UnitSpec(parameters=tuple(members[-1]), kept=True, gathered_again=False))
-    return ModelParts(config=config, plan=plan, styles=styles, units=tuple(specs))
+    return ModelParts(config=config, plan=plan, styles=styles, units=tuple(specs), whole=plan, pp_rank=0)
 
 
 def _parameter_spec(fqn: str, parameter: nn.Parameter, style: TensorParallelStyle | None) -> ParameterSpec:
@@ -164,7 +179,8 @@ def _unit_spec(unit: Unit, own: Sequence[ParameterSpec], stays: bool, config: Pa
     """A unit, which `stays` gathered by choice or by the strategy; `fully_shard` frees what backward does without."""
     strategy = config.resolved_strategy
     needed = unit.backward_needs_weights or TRAITS[config.data_parallel].flattens
-    stays = stays or strategy not in ("full_shard", "hybrid_shard")
+    # Within a pipeline every micro-batch would gather everything anew.
+    stays = stays or strategy not in ("full_shard", "hybrid_shard") or config.pp > 1
     is_kept = strategy == "no_shard" or (needed and stays)
     return UnitSpec(parameters=tuple(own), kept=is_kept, gathered_again=needed and not is_kept)
 
@@ -258,12 +274,14 @@ def num_shards(config: ParallelConfig) -> int:
 
 
 def is_unit_based(config: ParallelConfig) -> bool:
-    """Whether parameters travel unit by unit: torch's DDP takes no DTensors, so under `tp` units replace its buckets.
+    """Whether parameters travel unit by unit: DDP takes no DTensors and sees no stages, so units replace its buckets.
 
     Args:
         config: The layout.
     """
-    return TRAITS[config.data_parallel].shards or (TRAITS[config.data_parallel].has_buckets and config.tp > 1)
+    return TRAITS[config.data_parallel].shards or (
+        TRAITS[config.data_parallel].has_buckets and (config.tp > 1 or config.pp > 1)
+    )
 
 
 def num_reductions(config: ParallelConfig, num_micro_batches: int) -> int:
@@ -276,4 +294,4 @@ def num_reductions(config: ParallelConfig, num_micro_batches: int) -> int:
     traits = TRAITS[config.data_parallel]
     # Flattened units that are kept whole would sum again what they have summed before.
     once = not traits.sums_each_micro_batch or (traits.flattens and num_shards(config) == 1)
-    return 1 if once or config.reduce_gradients == "last" else num_micro_batches
+    return 1 if once or config.reduce_gradients == "last" or config.pp > 1 else num_micro_batches

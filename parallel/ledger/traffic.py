@@ -10,6 +10,7 @@ from parallel.ledger.term import Channel, Term, channel
 from parallel.ledger.traffic_of_context_parallel import context_parallel_terms, whole_row_terms
 from parallel.ledger.traffic_of_expert_parallel import expert_parallel_terms
 from parallel.ledger.traffic_of_parameters import parameter_terms
+from parallel.ledger.traffic_of_pipeline import pipeline_terms
 from parallel.ledger.traffic_of_tensor_parallel import tensor_parallel_terms
 from parallel.mesh import AXES, VIEWS
 
@@ -34,7 +35,7 @@ class StepShape:
     num_rows: int | None = None
 
 
-def predict_traffic(parts: ModelParts, step: StepShape, tp_rank: int = 0) -> tuple[Term, ...]:
+def predict_traffic(parts: ModelParts, step: StepShape, tp_rank: int = 0, fsdp_rank: int = 0) -> tuple[Term, ...]:
     """What one rank sends in a step: forward, backward, clipping and the optimizer.
 
     Terms add up to the byte to what `CollectiveCounter` counts, see `traffic` and `counted_traffic`. DDP's first
@@ -45,6 +46,7 @@ def predict_traffic(parts: ModelParts, step: StepShape, tp_rank: int = 0) -> tup
         parts: The model in its layout.
         step: What a rank computes.
         tp_rank: Place of the rank along `tp`; where a vocabulary does not divide, the last ones hold less.
+        fsdp_rank: Place of the rank along `fsdp`, which matters in the same way to what stages of a pipeline tie.
     """
     num_own_tokens = step.num_tokens // parts.config.cp
     return tuple(
@@ -57,6 +59,7 @@ def predict_traffic(parts: ModelParts, step: StepShape, tp_rank: int = 0) -> tup
             *context_parallel_terms(parts, num_own_tokens),
             *whole_row_terms(parts, step.num_rows, num_own_tokens),
             *expert_parallel_terms(parts, step.num_micro_batches, num_own_tokens),
+            *pipeline_terms(parts, step.num_micro_batches, num_own_tokens, fsdp_rank, tp_rank),
             *(_norm(parts) if step.clips else ()),
         )
         if term.channel.ranks > 1 and term.payload_bytes
@@ -72,7 +75,7 @@ def _agreements(parts: ModelParts) -> Iterator[Term]:
     num_loads = sum(block.has_experts for block in parts.plan.blocks) * parts.plan.shape.num_experts
     yield Term(name="expert load", channel=over, payload_bytes=num_loads * INT64)
     # Least and most of a hash of the micro-batches: ranks that share matrices or sequences need the same ones.
-    for view in ("cp", "tp"):
+    for view in ("cp", "tp", "pp"):
         peers = channel(parts.config, "all_reduce", view, "forward")
         yield Term(name="same batches", channel=peers, payload_bytes=2 * INT64)
 
@@ -96,3 +99,5 @@ def _norm(parts: ModelParts) -> Iterator[Term]:
     for view in SHARDING_VIEWS:
         over = channel(parts.config, "all_reduce", view, "forward")
         yield Term(name="gradient norm", channel=over, payload_bytes=2 ** (len(SHARDING_VIEWS) - 1) * FLOAT64)
+    stages = channel(parts.config, "all_reduce", "pp", "forward")
+    yield Term(name="gradient norm", channel=stages, payload_bytes=FLOAT64)

@@ -7,6 +7,7 @@ from math import prod
 import torch
 
 from parallel.config import ParallelConfig
+from parallel.counter import Phase
 from parallel.ledger.parts import (
     ModelParts,
     ParameterSpec,
@@ -34,7 +35,9 @@ def parameter_terms(parts: ModelParts, num_micro_batches: int, tp_rank: int) -> 
     config, traits = parts.config, TRAITS[parts.config.data_parallel]
     if is_unit_based(config):
         for unit in parts.units:
-            yield from _repeated(_gathers(unit, config, tp_rank), num_micro_batches)
+            # The stages of a pipeline stay gathered through all of its micro-batches.
+            num_gathers = 1 if config.pp > 1 else num_micro_batches
+            yield from _repeated(_gathers(unit, config, tp_rank), num_gathers)
             yield from _repeated(_reductions(unit, config, tp_rank), num_reductions(config, num_micro_batches))
     elif traits.has_buckets:
         yield from _buckets(parts)
@@ -70,8 +73,10 @@ def _gathers(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterator[T
 def _reductions(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterator[Term]:
     """Gradients are summed over the ranks that share a unit, and each rank's part over the replicas."""
     is_whole = config.resolved_strategy == "no_shard"
-    scatter = channel(config, "reduce_scatter", _view(unit.parameters), "backward")
-    replicas = channel(config, "all_reduce", "loss" if is_whole else "dp_replicate", "backward")
+    # After its last micro-batch a stage sums by itself, which is no part of what autograd runs.
+    phase: Phase = "forward" if config.pp > 1 else "backward"
+    scatter = channel(config, "reduce_scatter", _view(unit.parameters), phase)
+    replicas = channel(config, "all_reduce", "loss" if is_whole else "dp_replicate", phase)
     parameters = [each for each in unit.parameters if each.trainable]
     if parameters and TRAITS[config.data_parallel].flattens:
         parameters = list(unit.parameters)

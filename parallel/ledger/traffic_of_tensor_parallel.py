@@ -131,7 +131,8 @@ def _loss(parts: ModelParts, num_tokens: int) -> Iterator[Term]:
 
 def _norms(parts: ModelParts, num_micro_batches: int) -> Iterator[Term]:
     """Ranks that saw a part of the sequence, heads or a matrix each add gradients of weights that all of them hold."""
-    over = channel(parts.config, "all_reduce", "tp", "backward")
+    # Those of a pipeline are summed when its last micro-batch is done.
+    over = channel(parts.config, "all_reduce", "tp", "forward" if parts.config.pp > 1 else "backward")
     precision = parts.config.precision
     names = {"head_norm": "gradients of norms", "weight_replicate": "gradients of whole weights"}
     names["partial_replicate"] = names["weight_replicate"]

@@ -40,16 +40,17 @@ def step(trained: Trained, model: nn.Module, num_micro_batches: int) -> tuple[Tr
     """What this rank sent in a step of training, and the terms that were predicted before it."""
     mine = batches(trained.mesh, 0, num_micro_batches)
     optimizer = trained.build_optimizer(adamw)
-    parts = model_parts(model, trained.config, trained.plan)
+    parts = model_parts(model, trained.config, trained.plan, trained.mesh.coordinate("pp"))
     shape = StepShape(
         num_micro_batches=num_micro_batches,
         num_tokens=sum(each.tokens.numel() for each in mine),
         clips=True,
         num_rows=sum(len(each.tokens) for each in mine),
     )
-    predicted = predict_traffic(parts, shape, trained.mesh.coordinate("tp"))
-    # In the first three steps DDP agrees on the order of its buckets.
-    for _ in range(4 if TRAITS[trained.config.data_parallel].has_buckets else 1):
+    predicted = predict_traffic(parts, shape, trained.mesh.coordinate("tp"), trained.mesh.coordinate("fsdp"))
+    # In the first three steps DDP agrees on the order of its buckets, in the first one stages agree on their shapes.
+    num_warm = 3 if TRAITS[trained.config.data_parallel].has_buckets else int(trained.config.pp > 1)
+    for _ in range(num_warm + 1):
         with CollectiveCounter(trained.mesh) as counter:
             trained.forward_backward(mine)
             trained.clip_gradients(1.0)
@@ -65,6 +66,8 @@ def both(fields: dict[str, Any], model: dict[str, Any], num_micro_batches: int, 
 
 FSDP1 = {"data_parallel": "fsdp1"}
 CP = {"cp": 2}
+PP = {"pp": 2, "schedule": "1f1b"}
+ODD = {"vocab_size": 261}
 LAST = Sharding(keep_last_unit=True)
 HYBRID = {"dp_replicate": 2, "strategy": "hybrid_shard"}
 # Ranks, layout, model, micro-batches.
@@ -146,6 +149,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
     "full_shard x cp, a ring of 4": (4, {"cp": 4, "cp_method": "ring"}, {}, 1),
     "cp x tp": (4, CP | {"cp_method": "ulysses", "tp": 2}, {}, 1),
     "one process": (1, {"data_parallel": "none"}, {}, 2),
+    "pp": (2, PP, {}, 2),
+    "pp, tied embeddings, rows that do not divide": (4, PP | {"precision": BF16}, ODD | {"tied_embeddings": True}, 2),
+    "pp with gpipe x tp": (4, PP | {"schedule": "gpipe", "tp": 2, "precision": BF16}, {}, 3),
+    "pp x cp": (4, PP | CP | {"cp_method": "ulysses"}, {}, 2),
+    "pp x ddp": (4, PP | {"data_parallel": "ddp"}, {}, 2),
+    "pp, interleaved": (2, PP | {"schedule": "interleaved_1f1b"}, {"num_layers": 4}, 2),
+    "pp, a V with split backwards": (2, PP | {"schedule": "zbv_zero_bubble"}, {"num_layers": 4}, 4),
 }
 
 
@@ -288,9 +298,3 @@ def test_experts_that_ranks_share_are_gathered_from_fewer_of_them() -> None:
 def test_a_central_gather_grows_with_the_ranks_where_a_ring_does_not() -> None:
     assert [central_gather_bytes(P, ranks) / P for ranks in (2, 4, 8)] == [2, 6, 14]
     assert [ring_bytes("all_reduce", P, ranks) / P for ranks in (2, 4, 8)] == [1, 1.5, 1.75]
-
-
-def test_an_axis_that_the_ledger_does_not_know_is_refused() -> None:
-    config = ParallelConfig(dp_shard=1, pp=2, schedule="1f1b")
-    with pytest.raises(ValueError, match="cannot predict pp=2 yet"):
-        model_parts(whole(MODEL), config, llama_plan(MODEL))

@@ -1,0 +1,99 @@
+"""Names what the ledger cannot predict exactly, with a bound and the reason."""
+
+from dataclasses import dataclass
+
+from parallel.ledger.parts import ModelParts
+from parallel.traits import TRAITS
+
+PROMISE = 0.03
+"""Largest error of a predicted peak, as a share of what is traced, where nothing is listed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """A term that is not exact.
+
+    Attributes:
+        term: What is meant.
+        share: How far off the peak may be, as a share of what is traced. None: it is not predicted.
+        reason: Why.
+    """
+
+    term: str
+    share: float | None
+    reason: str
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether there is no prediction of the peak."""
+        return self.share is None
+
+
+def bounds_of(parts: ModelParts, optimizer_kernels: str | None = None) -> tuple[Bound, ...]:
+    """What is not exact for a layout; nothing is wrong with model states and traffic.
+
+    Args:
+        parts: The rank's part of the model.
+        optimizer_kernels: How AdamW steps: `fused`, `foreach` or `loop`; None: fused.
+    """
+    config, traits = parts.config, TRAITS[parts.config.data_parallel]
+    cases = (
+        (parts.whole.shape.num_experts > 0, "experts", None, "how many tokens come to an expert is known when they do"),
+        (
+            not all(each.trainable for each in parts.parameters),
+            "frozen parameters",
+            None,
+            "which gradients of activations autograd then leaves out is not followed",
+        ),
+        (optimizer_kernels == "foreach", "temporaries of the optimizer", None, "they depend on torch's grouping"),
+        (config.compile, "compiled blocks", None, "the compiler decides which results it keeps"),
+        (traits.flattens, "flattened units", 0.05, "torch frees flat parameters a little earlier than others"),
+        (
+            traits.flattens and config.resolved_strategy == "no_shard" and config.precision.compute != "stored",
+            "flattened copies in the compute dtype",
+            None,
+            "torch frees and makes them by rules of its own",
+        ),
+        (traits.gathers_centrally, "replicas of one process", None, "their threads interleave as they happen to"),
+        (
+            config.pp > 1 and config.schedule not in ("gpipe", "1f1b"),
+            "micro-batches in flight",
+            None,
+            "torch makes the order of this schedule while it runs",
+        ),
+        (config.pp > 1, "a pipeline", 0.05, "torch lets go of what it has sent at a time of its own"),
+        (
+            config.sharding.reshard_group is not None,
+            "units kept on a group",
+            0.05,
+            "the group's own gather holds its parts a little longer",
+        ),
+        (
+            config.sharding.units == "size",
+            "units within blocks",
+            0.10,
+            "they are taken as gathered with their block, though each is gathered by itself",
+        ),
+        (
+            config.sharding.forward_prefetch > 1,
+            "units gathered ahead in forward",
+            0.10,
+            "one more unit may be gathered than is counted",
+        ),
+        (
+            not traits.shards and config.precision.compute != "stored",
+            "copies in the compute dtype",
+            None,
+            "each is freed when autograd has used it, which is not followed",
+        ),
+    )
+    return tuple(Bound(term=term, share=share, reason=reason) for applies, term, share, reason in cases if applies)
+
+
+def promised_share(bounds: tuple[Bound, ...]) -> float:
+    """How far off the peak may be.
+
+    Args:
+        bounds: What is not exact.
+    """
+    return max([PROMISE, *(bound.share for bound in bounds if bound.share is not None)])

@@ -1,0 +1,248 @@
+"""Predicts the most that a rank holds in a step, in closed form: states, gathered units, activations, temporaries."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from parallel.ledger.block_sizes import BatchShape, itemsizes
+from parallel.ledger.ends_memory import INT64
+from parallel.ledger.parts import ModelParts, UnitSpec, num_reductions, num_shards
+from parallel.ledger.pieces import Memory
+from parallel.ledger.schedule_order import actions_of
+from parallel.ledger.states import predict_states
+from parallel.ledger.stretches import Stretches
+from parallel.ledger.unit_memory import UnitMemory
+from parallel.stages import cut
+from parallel.traits import TRAITS
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryForecast:
+    """What a rank is to hold, in bytes, temporaries included.
+
+    Attributes:
+        rest: Between steps, gradients freed; the tokens of the step are there.
+        after_forward: At the end of the first micro-batch's forward; None with a pipeline.
+        peak: Most of the whole step: forward, backward, clipping and the optimizer.
+    """
+
+    rest: int
+    after_forward: int | None
+    peak: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """What a rank runs in one piece: the model, or one stage of a pipeline.
+
+    Attributes:
+        blocks: Numbers of its blocks among those of the rank.
+        is_first: Whether it starts from tokens.
+        is_last: Whether it ends in the loss.
+        units: Its units.
+    """
+
+    blocks: range
+    is_first: bool
+    is_last: bool
+    units: tuple[UnitSpec, ...]
+
+
+def predict_memory(parts: ModelParts, batch: BatchShape, coordinates: Mapping[str, int]) -> MemoryForecast:
+    """What one rank holds at rest, after forward and at the peak of a step of a dense model.
+
+    It follows the step as it runs on a CPU with torch's own order of operations, tensor by tensor; what kernels
+    allocate for themselves is not in it. `bound` says how exact that is.
+
+    Args:
+        parts: The rank's part of the model.
+        batch: What the rank is given.
+        coordinates: Place of the rank along `fsdp`, `loss`, `cp` and `tp`, from 0.
+    """
+    return _Step(parts, batch, coordinates).forecast()
+
+
+class _Step:
+    """One rank's step."""
+
+    def __init__(self, parts: ModelParts, batch: BatchShape, coordinates: Mapping[str, int]) -> None:
+        self.parts, self.batch, self.coordinates = parts, batch, coordinates
+        self.memory = Memory()
+        self.units = UnitMemory(parts, self.memory, coordinates["tp"])
+        self.stretches = Stretches(parts, batch, coordinates)
+        self.states = predict_states(parts, coordinates)
+        self.layers = _layers(parts)
+
+    def forecast(self) -> MemoryForecast:
+        """Goes through the step."""
+        rest = self._rest()
+        self.memory.now = self.memory.peak = rest
+        if TRAITS[self.parts.config.data_parallel].flattens:
+            # Torch holds on to the last step's gradients until the next one starts.
+            rest += self.states.after_backward.gradients
+        after = None
+        if self.parts.config.pp > 1:
+            self._pipeline()
+        else:
+            after = self._micro_batches()
+        if self.batch.optimizer_loops:
+            self._optimizer()
+        return MemoryForecast(rest=rest, after_forward=after, peak=self.memory.peak)
+
+    def _rest(self) -> int:
+        rest = self.states.rest.parameters + self.states.rest.optimizer_state
+        if self.units.has_buckets:
+            rest += self.states.after_backward.gradients
+        return rest + self._tokens() * self.parts.config.cp + self._received()
+
+    def _tokens(self) -> int:
+        """The integers of a rank's parts of all micro-batches."""
+        return self.batch.num_micro_batches * self.stretches.sizes.tokens * INT64 * (3 + self.batch.has_documents)
+
+    def _received(self) -> int:
+        """A pipeline receives each micro-batch's stream and gradient in memory of their own, which stays."""
+        ends = sum((not span.is_first) + (not span.is_last) for span in self._spans())
+        return 0 if self.parts.config.pp == 1 else ends * self.batch.num_micro_batches * self.stretches.sizes.stream
+
+    def _spans(self) -> tuple[Span, ...]:
+        parts, blocks = self.parts, [block.fqn for block in self.parts.plan.blocks]
+        if parts.config.pp == 1:
+            return (Span(blocks=range(len(blocks)), is_first=True, is_last=True, units=parts.units),)
+        stages, spans = cut(parts.whole, parts.config), []
+        for stage in stages:
+            if stage.rank == parts.pp_rank:
+                own = [index for index, fqn in enumerate(blocks) if fqn in stage.modules]
+                starts = tuple(f"{fqn}." for fqn in stage.modules)
+                units = tuple(
+                    unit for unit in parts.units if unit.parameters and unit.parameters[0].fqn.startswith(starts)
+                )
+                spans.append(
+                    Span(
+                        blocks=range(own[0], own[-1] + 1),
+                        is_first=stage is stages[0],
+                        is_last=stage is stages[-1],
+                        units=units,
+                    )
+                )
+        return tuple(spans)
+
+    def _micro_batches(self) -> int:
+        """One after the other; returns what is held after the first forward."""
+        (span,) = self._spans()
+        count = self.batch.num_micro_batches
+        once, after = num_reductions(self.parts.config, count) == 1, 0
+        for number in range(count):
+            self.units.reduces = not once or number == count - 1
+            self.units.in_backward = False
+            self._forward(span)
+            after = after or self.memory.now
+            self.units.in_backward = True
+            self._backward(span)
+            self.units.end_backward()
+            self.units.adds = self.units.adds or self.units.reduces or not self.units.by_unit
+        return after
+
+    def _forward(self, span: Span) -> None:
+        memory, units, stretches = self.memory, self.units, self.stretches
+        embed, *blocks, head, root = self.layers
+        units.enter([unit for unit in root if unit in span.units])
+        if span.is_first:
+            units.enter(embed)
+            memory.change(*stretches.embedding(keeps_gradient=True)[0])
+            units.leave(embed)
+        flags = stretches.sizes.flags
+        memory.change(stretches.tables + flags)
+        for index in span.blocks:
+            units.enter(blocks[index])
+            memory.change(*stretches.block(index, keeps_gradients=True)[0])
+            units.leave(blocks[index])
+        if span.is_last:
+            units.enter(head)
+            memory.change(*stretches.loss[0])
+            units.leave(head)
+        units.end_forward()
+        if not self._flags_stay:
+            memory.change(-flags)
+
+    @property
+    def _flags_stay(self) -> bool:
+        """A checkpoint holds what its block was given, and a ring keeps it for its own backward."""
+        return self.stretches.kept is not None or self.stretches.sizes.method == "ring"
+
+    def _backward(self, span: Span) -> None:
+        memory, units, stretches = self.memory, self.units, self.stretches
+        embed, *blocks, head, root = self.layers
+        ahead = self.parts.config.sharding.backward_prefetch or 1
+        started: set[int] = set()
+
+        def prefetch(index: int) -> None:
+            for each in range(index, index - ahead, -1):
+                if each in span.blocks and each not in started:
+                    started.add(each)
+                    units.ahead(blocks[each])
+
+        prefetch(span.blocks[-1])
+        if span.is_last:
+            units.done(head)
+            memory.change(*stretches.loss[1])
+        for index in reversed(span.blocks):
+            units.enter(blocks[index])
+            prefetch(index - 1)
+            memory.change(*stretches.block(index, keeps_gradients=units.keeps_gradients)[1])
+            units.done(blocks[index])
+        memory.change(-stretches.tables - (stretches.sizes.flags if self._flags_stay else 0))
+        if span.is_first:
+            memory.change(*stretches.embedding(keeps_gradient=True)[1])
+        units.done([*(embed if span.is_first else ()), *(unit for unit in root if unit in span.units)])
+
+    def _pipeline(self) -> None:
+        """The rank's actions in the order of the schedule."""
+        memory, units, spans = self.memory, self.units, self._spans()
+        sizes = self.stretches.sizes
+        # Torch's schedules take the step in one piece.
+        whole = self._tokens()
+        memory.change(whole)
+        units.reduces = False
+        for action in actions_of(self.parts.config, self.parts.pp_rank, self.batch.num_micro_batches):
+            span = spans[action.lap]
+            if action.kind == "forward":
+                units.in_backward = False
+                self._forward(span)
+                # What came from the stage before lies where it was received, and is not freed.
+                memory.change(0 if span.is_first or self._keeps_inputs else sizes.stream)
+            else:
+                units.in_backward = True
+                self._backward(span)
+                memory.change(0 if span.is_first or not self._keeps_inputs else sizes.stream)
+                memory.change(0 if span.is_first else -sizes.stream)
+        for span in spans:
+            units.sum_waiting(span.units)
+        units.end_backward()
+        memory.change(-whole)
+
+    @property
+    def _keeps_inputs(self) -> bool:
+        """Whether blocks keep the stream that they are given until their backward."""
+        sizes = self.stretches.sizes
+        return self.stretches.kept is not None or sizes.wide == 1
+
+    def _optimizer(self) -> None:
+        """Two temporaries of the current parameter beside one of the last."""
+        parts, before = self.parts, 0
+        stored = itemsizes(parts)[0]
+        for each in parts.parameters:
+            if each.trainable:
+                size = prod(each.split(parts.config.tp, self.coordinates["tp"])) // num_shards(parts.config) * stored
+                self.memory.change(0, before + 2 * size)
+                before = size
+
+
+def _layers(parts: ModelParts) -> list[list[UnitSpec]]:
+    """Units by the place where they are gathered: the embedding, each block, the head, and the root."""
+    starts = ["embed", *(block.fqn for block in parts.plan.blocks), "head"]
+    layers: list[list[UnitSpec]] = [[] for _ in (*starts, "root")]
+    for unit in parts.units:
+        fqns = [each.fqn for each in unit.parameters]
+        places = (place for place, start in enumerate(starts) if fqns and all(n.startswith(f"{start}.") for n in fqns))
+        layers[next(places, -1)].append(unit)
+    return layers

@@ -1,0 +1,139 @@
+"""Says what a norm holds, and what `tp` holds around it: the stream is gathered before it is read, and summed after."""
+
+from parallel.ledger.block_sizes import BlockSizes
+from parallel.ledger.pieces import Memory, Piece
+
+Saved = dict[str, Piece]
+"""What a forward keeps for its backward, by name."""
+
+
+def norm_forward(memory: Memory, sizes: BlockSizes, x: Piece, saved: Saved, name: str) -> Piece:
+    """Normalizes the stream; what backward will need goes to `saved`.
+
+    Args:
+        memory: Where it runs.
+        sizes: Of the block.
+        x: The stream.
+        saved: Gets what is kept.
+        name: Under which names.
+    """
+    return _forward(memory, x, (sizes.rows, sizes.wide, sizes.writes_out_norms), saved, name)
+
+
+def head_norm_forward(memory: Memory, sizes: BlockSizes, x: Piece, saved: Saved, name: str) -> Piece:
+    """Normalizes queries or keys by head.
+
+    Args:
+        memory: Where it runs.
+        sizes: Of the block.
+        x: Queries or keys.
+        saved: Gets what is kept.
+        name: Under which names.
+    """
+    return _forward(memory, x, (_rows(sizes, x), sizes.wide, sizes.writes_out_head_norms), saved, name)
+
+
+def norm_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved, name: str) -> Piece:
+    """The gradient of the stream.
+
+    Args:
+        memory: Where it runs.
+        sizes: Of the block.
+        grads: Holds the gradient of what the norm gave; taken out of it.
+        saved: What forward kept; taken out of it.
+        name: Under which names.
+    """
+    return _backward(memory, grads, (sizes.rows, sizes.wide, sizes.writes_out_norms), saved, name)
+
+
+def head_norm_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved, name: str) -> Piece:
+    """The gradient of queries or keys.
+
+    Args:
+        memory: Where it runs.
+        sizes: Of the block.
+        grads: Holds the gradient of what the norm gave; taken out of it.
+        saved: What forward kept; taken out of it.
+        name: Under which names.
+    """
+    how = (_rows(sizes, grads[-1]), sizes.wide, sizes.writes_out_head_norms)
+    return _backward(memory, grads, how, saved, name)
+
+
+def gathered(memory: Memory, sizes: BlockSizes, part: Piece) -> Piece:
+    """The stream of all ranks of `tp`: gathered along tokens as leading dim, and put in order.
+
+    Args:
+        memory: Where it runs.
+        sizes: Of the block.
+        part: This rank's stream.
+    """
+    if not sizes.splits_stream:
+        return part
+    arrived = memory.new(sizes.whole)
+    ordered = memory.new(sizes.whole)
+    del arrived
+    return ordered
+
+
+def summed(memory: Memory, sizes: BlockSizes, partial: list[Piece]) -> Piece:
+    """The sum over ranks of `tp` of what each has; of it this rank's tokens where the stream is split.
+
+    Args:
+        memory: Where it runs.
+        sizes: Of the block.
+        partial: Holds what this rank has; taken out of it.
+    """
+    if not sizes.splits:
+        return partial.pop()
+    ordered = memory.new(sizes.whole) if sizes.splits_stream else None
+    part = memory.new(sizes.stream)
+    del ordered
+    partial.pop()
+    return part
+
+
+def _rows(sizes: BlockSizes, x: Piece) -> int:
+    return (sizes.head_rows or 0) * x.num_bytes // sizes.queries
+
+
+def _forward(memory: Memory, x: Piece, how: tuple[int, int, bool], saved: Saved, name: str) -> Piece:
+    num_rows, wide, writes_out = how
+    if writes_out:
+        saved[f"{name} rows"], saved[f"{name} x"] = memory.new(num_rows), x
+        return memory.new(x.num_bytes)
+    wide_x = x if wide == 1 else memory.new(x.num_bytes * wide)
+    squares = memory.new(x.num_bytes * wide)
+    rows = memory.new(num_rows)
+    normal = memory.new(x.num_bytes * wide)
+    del squares
+    product = memory.new(x.num_bytes * wide)
+    saved[f"{name} x"], saved[f"{name} rows"], saved[f"{name} normal"] = wide_x, rows, normal
+    return product if wide == 1 else memory.new(x.num_bytes)
+
+
+def _backward(memory: Memory, grads: list[Piece], how: tuple[int, int, bool], saved: Saved, name: str) -> Piece:
+    num_rows, wide, writes_out = how
+    narrow = grads[-1].num_bytes
+    size = narrow * wide
+    if writes_out:
+        normal, product = memory.new(size), memory.new(size)
+        rows = memory.new(num_rows)
+        del normal, rows
+        grads.pop()
+        del saved[f"{name} x"], saved[f"{name} rows"]
+        return product
+    if wide > 1:
+        grads[-1] = memory.new(size)
+    along, product = memory.new(size), memory.new(size)
+    del product
+    grads.pop()
+    del saved[f"{name} normal"]
+    straight, product = memory.new(size), memory.new(size)
+    del product, along
+    spread, power, double, back = (memory.new(size) for _ in range(4))
+    del power, double, spread
+    del saved[f"{name} x"], saved[f"{name} rows"]
+    total = memory.new(size)
+    del straight, back
+    return total if wide == 1 else memory.new(narrow)

@@ -1,0 +1,141 @@
+"""Works out what each part of a rank's model does to memory: a block, the embedding, the loss."""
+
+from collections.abc import Mapping
+from functools import cache, cached_property
+
+import torch
+
+from parallel.activation_checkpoint import ATTENTION, POLICIES, REDUCTIONS
+from parallel.config import ParallelConfig
+from parallel.ledger import ends_memory
+from parallel.ledger.block_memory import backward, forward
+from parallel.ledger.block_sizes import BatchShape, BlockSizes, block_sizes, itemsizes
+from parallel.ledger.ends_memory import HeadSizes, Stretch
+from parallel.ledger.norm_memory import Saved
+from parallel.ledger.parts import ModelParts
+from parallel.ledger.pieces import Memory, Piece
+from parallel.ledger.unit_memory import elements
+
+Kept = frozenset[str] | None
+"""Which results a block keeps for backward. None: all that backward needs."""
+
+
+class _Passing(list[Piece]):
+    """Holds what was put in last only."""
+
+    def append(self, piece: Piece) -> None:
+        """Lets go of what was there."""
+        self[:] = [piece]
+
+
+class Stretches:
+    """What parts of a rank's model do to memory in a micro-batch.
+
+    Attributes:
+        sizes: Of any block.
+        kept: Which results a checkpointed block keeps.
+        tables: Bytes of the rotary tables.
+    """
+
+    def __init__(self, parts: ModelParts, batch: BatchShape, coordinates: Mapping[str, int]) -> None:
+        """Works out sizes.
+
+        Args:
+            parts: The rank's part of the model.
+            batch: What the rank is given.
+            coordinates: Place of the rank along `cp` and `tp`, from 0.
+        """
+        self._parts, self._batch, self._tp_rank = parts, batch, coordinates["tp"]
+        self.sizes: BlockSizes = block_sizes(parts, batch, coordinates["cp"], coordinates["tp"])
+        self.kept: Kept = _kept(parts.config)
+        _, self._itemsize, sums, _ = itemsizes(parts)
+        self.tables = 2 * self.sizes.tokens * (parts.whole.shape.head_dim // 2) * sums
+        self._blocks: dict[tuple[Kept, bool], tuple[Stretch, Stretch]] = {}
+
+    def block(self, index: int, *, keeps_gradients: bool) -> tuple[Stretch, Stretch]:
+        """Forward of a block, and its backward, computing again included.
+
+        Args:
+            index: Its place among the rank's blocks.
+            keeps_gradients: Whether those of weights stay where they were made until it is done.
+        """
+        every = self._parts.config.activation_checkpoint_every
+        key = (self.kept if index % every == 0 else None, keeps_gradients)
+        if key not in self._blocks:
+            self._blocks[key] = self._block(*key)
+        return self._blocks[key]
+
+    def embedding(self, *, keeps_gradient: bool) -> tuple[Stretch, Stretch]:
+        """Forward and backward of the embedding.
+
+        Args:
+            keeps_gradient: Whether that of the table stays where it was made.
+        """
+        table = self._bytes_of("embed.weight")
+        back = ends_memory.embed_backward(self.sizes, table, keeps_gradient=keeps_gradient)
+        return ends_memory.embed(self.sizes), back
+
+    @cached_property
+    def loss(self) -> tuple[Stretch, Stretch]:
+        """From the last block to the loss, and back."""
+        config, shape = self._parts.config, self._parts.whole.shape
+        weight = self._bytes_of("head.weight") or self._bytes_of("embed.weight")
+        gathers = config.tp > 1 and not config.loss_parallel
+        head = HeadSizes(
+            chunk_tokens=self._batch.chunk_tokens,
+            own=weight // (shape.width * self._itemsize),
+            gathered=-(-shape.vocab_size // config.tp) * config.tp if gathers else 0,
+            vocab_size=shape.vocab_size,
+            itemsize=self._itemsize,
+            weight=weight,
+            row=shape.width * self._itemsize,
+        )
+        return ends_memory.loss(self.sizes, head)
+
+    def block_gradients(self) -> int:
+        """Bytes of a block's gradients as backward makes them."""
+        start = f"{self._parts.plan.blocks[0].fqn}."
+        own = [each for each in self._parts.parameters if each.fqn.startswith(start) and each.trainable]
+        return elements(own, self._parts.config, self._tp_rank) * self._itemsize
+
+    def _bytes_of(self, fqn: str) -> int:
+        own = [each for each in self._parts.parameters if each.fqn == fqn]
+        return elements(own, self._parts.config, self._tp_rank) * self._itemsize
+
+    def _block(self, kept: Kept, keeps_gradients: bool) -> tuple[Stretch, Stretch]:
+        memory, sizes = Memory(), self.sizes
+        stream = [memory.new(sizes.stream)]
+        base = memory.now
+        results: Saved = {}
+        out, saved = forward(memory, sizes, stream[0], kept=kept, cache=results)
+        if kept is None:
+            stream.clear()
+        ahead = Stretch(memory.now - base, memory.peak - base)
+        grads = [memory.new(sizes.stream)]
+        base = memory.peak = memory.now
+        if kept is not None:
+            saved = forward(memory, sizes, stream[0], kept=kept, cache=results, again=True)[1]
+        weights: list[Piece] = [] if keeps_gradients else _Passing()
+        backward(memory, sizes, grads, saved, weights)
+        for each in (stream, results, saved):
+            each.clear()
+        # Those of norms and biases are few.
+        held = memory.now - base - sum(each.num_bytes for each in weights) + self.block_gradients()
+        back = Stretch(held, memory.peak - base)
+        del out
+        return ahead, back
+
+
+@cache
+def _kept(config: ParallelConfig) -> Kept:
+    if config.activation_checkpointing != "selective":
+        return None if config.activation_checkpointing == "none" else frozenset()
+    keep = POLICIES[config.activation_checkpoint_policy]()
+    kept: list[str] = []
+    for name in ("q", "k", "v", "attention", "o", "gate", "up", "down"):
+        # Of what ranks add up the sum is kept, if anything.
+        is_sum = config.tp > 1 and name in ("o", "down")
+        ops = ATTENTION if name == "attention" else REDUCTIONS if is_sum else {torch.ops.aten.mm.default}
+        if all(keep(op, (None, None)) for op in ops):
+            kept.append(name)
+    return frozenset(kept)

@@ -1,0 +1,222 @@
+"""Follows sharding units through a step: gathered, copied out, freed, and their gradients summed over ranks."""
+
+from collections.abc import Sequence
+from math import prod
+
+from parallel.config import ParallelConfig
+from parallel.ledger.block_sizes import itemsizes
+from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, is_unit_based, num_shards, unit_elements
+from parallel.ledger.pieces import Memory
+from parallel.traits import TRAITS
+
+
+class UnitMemory:
+    """Units of one rank, in the order in which `fully_shard` treats them.
+
+    Attributes:
+        memory: What is held.
+        by_unit: Whether parameters travel in units at all.
+        has_buckets: Whether gradients are copied into buckets, which stay, instead.
+        in_backward: Whether backward runs.
+        reduces: Whether this micro-batch's gradients are summed over ranks.
+        adds: Whether gradients are there already, to which new ones are added.
+    """
+
+    def __init__(self, parts: ModelParts, memory: Memory, tp_rank: int) -> None:
+        """Nothing is gathered.
+
+        Args:
+            parts: The rank's part of the model.
+            memory: What is held.
+            tp_rank: Place of the rank along `tp`.
+        """
+        self.memory, self._parts, self._tp_rank = memory, parts, tp_rank
+        self._stored, self._itemsize, _, self._reduced = itemsizes(parts)
+        self._num_shards = num_shards(parts.config)
+        self.by_unit = is_unit_based(parts.config)
+        self.has_buckets = TRAITS[parts.config.data_parallel].has_buckets and not self.by_unit
+        self.in_backward = self.adds = False
+        self.reduces = True
+        # Flattened units that no rank shards are used, and summed over ranks, where they lie.
+        self._in_place = TRAITS[parts.config.data_parallel].flattens and self._num_shards == 1
+        self._buffer = self._sums = 0
+        self._gathered: set[UnitSpec] = set()
+        self._waiting: dict[UnitSpec, int] = {}
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay where they were made; else each is added or copied to another one at once."""
+        return self.by_unit or not (self.adds or (self.has_buckets and self.reduces))
+
+    def gradient_bytes(self, unit: UnitSpec) -> int:
+        """Gradients of a unit as backward makes them.
+
+        Args:
+            unit: The unit.
+        """
+        return self._elements([each for each in unit.parameters if each.trainable]) * self._itemsize
+
+    def enter(self, units: Sequence[UnitSpec]) -> None:
+        """Gathers units for their forward, or for their backward if nothing has before.
+
+        Args:
+            units: That are needed now.
+        """
+        for unit in units:
+            if not self.by_unit or self._in_place or not unit.parameters or unit in self._gathered:
+                continue
+            if self.in_backward and not unit.gathered_again:
+                continue
+            if not self.in_backward:
+                self._gather(unit)
+            self._copy_out(unit)
+            self._gathered.add(unit)
+
+    def ahead(self, units: Sequence[UnitSpec]) -> None:
+        """Gathers units for a backward to come, which leaves them in the collective's buffer.
+
+        Args:
+            units: That are needed next.
+        """
+        for unit in units:
+            if self.by_unit and unit.parameters and unit.gathered_again:
+                self._gather(unit)
+
+    def leave(self, units: Sequence[UnitSpec]) -> None:
+        """Frees units after their forward, where they do not stay.
+
+        Args:
+            units: That have run.
+        """
+        group = self._parts.config.sharding.reshard_group
+        for unit in units:
+            if unit in self._gathered and not unit.kept:
+                size = self._bytes(unit)
+                self._gathered.remove(unit)
+                self.memory.change((size // group if group and unit.gathered_again else 0) - size)
+
+    def end_forward(self) -> None:
+        """Frees the buffer of the last gather."""
+        self.memory.change(-self._buffer)
+        self._buffer = 0
+
+    def done(self, units: Sequence[UnitSpec]) -> None:
+        """What follows on the backward of units.
+
+        Args:
+            units: Whose gradients are there.
+        """
+        for unit in units:
+            gradients = self.gradient_bytes(unit)
+            if not self.by_unit:
+                goes = self.has_buckets and self.reduces
+                # Those that have waited for the last micro-batch go with it.
+                self.memory.change(-gradients * ((not self.keeps_gradients) + (goes and self.adds)))
+                continue
+            if self.reduces:
+                self.free(unit)
+                self._reduce(unit, gradients, self._waiting.pop(unit, 0))
+                continue
+            if self._parts.config.pp == 1:
+                self.free(unit)
+            # They wait in the dtype of the sum.
+            waiting = gradients // self._itemsize * self._reduced
+            copied = waiting if self._reduced != self._itemsize or unit in self._waiting else 0
+            self.memory.change(copied, copied)
+            self.memory.change(-copied if unit in self._waiting else 0)
+            self.memory.change(-gradients if copied else 0)
+            self._waiting[unit] = waiting
+
+    def end_backward(self) -> None:
+        """Frees what the last sum was made of."""
+        self.memory.change(-self._sums)
+        self._sums = 0
+
+    def free(self, unit: UnitSpec) -> None:
+        """Frees a gathered unit.
+
+        Args:
+            unit: The unit.
+        """
+        if unit in self._gathered:
+            self._gathered.remove(unit)
+            self.memory.change(-self._bytes(unit))
+
+    def sum_waiting(self, units: Sequence[UnitSpec]) -> None:
+        """Sums gradients that have waited for all micro-batches.
+
+        Args:
+            units: Whose.
+        """
+        for unit in units:
+            self.free(unit)
+            self._reduce(unit, 0, self._waiting.pop(unit, 0))
+
+    def _elements(self, parameters: Sequence[ParameterSpec]) -> int:
+        return elements(parameters, self._parts.config, self._tp_rank)
+
+    def _bytes(self, unit: UnitSpec) -> int:
+        """A gathered unit in the dtype of the computation, padding included."""
+        return unit_elements(unit.parameters, self._parts.config, self._tp_rank) * self._itemsize
+
+    def _gather(self, unit: UnitSpec) -> None:
+        size = self._bytes(unit)
+        if self._num_shards > 1:
+            ranks = self._parts.config.sharding.reshard_group if self.in_backward else None
+            cast = size // self._num_shards if self._itemsize != self._stored else 0
+            self.memory.change(size, size + cast)
+            if ranks:
+                self.memory.change(-(size // ranks))
+
+    def _copy_out(self, unit: UnitSpec) -> None:
+        """In forward the buffer is freed when the next unit has been copied out."""
+        size = self._bytes(unit)
+        if self._num_shards == 1 and self._itemsize != self._stored:
+            largest = max(self._elements([each]) for each in unit.parameters) * self._itemsize
+            self.memory.change(size, size + largest)
+        else:
+            self.memory.change(size, size)
+        if self._num_shards > 1:
+            self.memory.change(-(size if self.in_backward else self._buffer))
+            self._buffer = 0 if self.in_backward else size
+
+    def _reduce(self, unit: UnitSpec, gradients: int, waiting: int) -> None:
+        """Sums gradients over ranks: made in this micro-batch, and waiting from others."""
+        trainable = [each for each in unit.parameters if each.trainable]
+        if not trainable or self._in_place:
+            return
+        count = unit_elements(trainable, self._parts.config, self._tp_rank)
+        size, out = count * self._reduced, count // self._num_shards * self._reduced
+        self.memory.change(-self._sums)
+        self._sums = size
+        held = gradients
+        if waiting:
+            held = waiting
+            if gradients:
+                self.memory.change(waiting, waiting)
+                self.memory.change(-waiting - gradients)
+        self.memory.change(size, size)
+        last = 0
+        if self._num_shards > 1:
+            last = held * self._elements([trainable[-1]]) // max(1, self._elements(trainable))
+        self.memory.change(last - held)
+        self.memory.change(out, out + (size if self._num_shards == 1 else 0))
+        self.memory.change(-last)
+        if self._reduced != self._stored:
+            wide = count // self._num_shards * self._stored
+            self.memory.change(wide - out, wide)
+            out = wide
+        if self.adds:
+            # Added to what earlier micro-batches left.
+            self.memory.change(-out)
+
+
+def elements(parameters: Sequence[ParameterSpec], config: ParallelConfig, tp_rank: int) -> int:
+    """Elements of parameters on a rank of `tp`, before other sharding.
+
+    Args:
+        parameters: Any of them.
+        config: The layout with every degree resolved.
+        tp_rank: Place of the rank along `tp`.
+    """
+    return sum(prod(each.split(config.tp, tp_rank)) for each in parameters)

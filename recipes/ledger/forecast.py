@@ -1,0 +1,93 @@
+"""Predicts what a recipe holds, sends and computes on one rank, without building it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from parallel import Mesh
+from parallel.layout import resolve
+from parallel.ledger.block_sizes import BatchShape
+from parallel.ledger.exactness import Bound, bounds_of
+from parallel.ledger.flops import FlopConvention, training_flops_per_token
+from parallel.ledger.memory import MemoryForecast, predict_memory
+from parallel.ledger.parts import model_parts
+from parallel.ledger.states import Moments, predict_states
+from parallel.ledger.term import Term
+from parallel.ledger.textbook import Form, state_forms, traffic_form
+from parallel.ledger.traffic import StepShape, predict_traffic
+from recipes.model import model_and_plan
+from recipes.recipe import Recipe
+
+VIEWS = ("pp", "fsdp", "loss", "cp", "tp")
+"""Views of the mesh along which ranks differ in what they hold or send."""
+
+CONVENTIONS: tuple[FlopConvention, ...] = ("full_attention", "all_parameters", "causal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What one rank is to hold, send and compute.
+
+    Attributes:
+        states: Parameters, gathered ones, gradients and optimizer state at three moments.
+        memory: All tensors, activations and temporaries included; None where `bounds` says why not.
+        terms: What it sends in a step.
+        bounds: What is not exact, how far off it may be, and why.
+        traffic_form: What textbooks say of its traffic.
+        state_forms: What they say of states at the three moments.
+        flops_per_token: Of the model, by convention.
+    """
+
+    states: Moments
+    memory: MemoryForecast | None
+    terms: tuple[Term, ...]
+    bounds: tuple[Bound, ...]
+    traffic_form: Form
+    state_forms: tuple[Form, Form, Form]
+    flops_per_token: Mapping[str, int]
+
+
+def forecast(recipe: Recipe, world_size: int, coordinates: Mapping[str, int], num_micro_batches: int) -> Forecast:
+    """What one rank is to do in a step.
+
+    Args:
+        recipe: With its layout.
+        world_size: Ranks of the job.
+        coordinates: Place of the rank along each of `VIEWS`.
+        num_micro_batches: Micro-batches of a step.
+    """
+    config = resolve(recipe.parallel, world_size)
+    model, plan = model_and_plan(recipe)
+    parts = model_parts(model, config, plan, coordinates["pp"])
+    batch = BatchShape(
+        num_micro_batches=num_micro_batches,
+        micro_batch=recipe.training.micro_batch,
+        sequence_length=recipe.data.sequence_length,
+        has_documents=not recipe.data.attend_across_documents,
+        optimizer_loops=recipe.optimizer.implementation == "loop",
+    )
+    step = StepShape(
+        num_micro_batches=num_micro_batches,
+        num_tokens=num_micro_batches * batch.micro_batch * batch.sequence_length,
+        clips=True,
+    )
+    bounds = bounds_of(parts, recipe.optimizer.implementation)
+    return Forecast(
+        states=predict_states(parts, coordinates),
+        memory=None if any(bound.is_unknown for bound in bounds) else predict_memory(parts, batch, coordinates),
+        terms=predict_traffic(parts, step, coordinates["tp"], coordinates["fsdp"]),
+        bounds=bounds,
+        traffic_form=traffic_form(parts),
+        state_forms=state_forms(parts),
+        flops_per_token={
+            each: training_flops_per_token(recipe.model.shape, batch.sequence_length, each) for each in CONVENTIONS
+        },
+    )
+
+
+def coordinates_of(mesh: Mesh) -> dict[str, int]:
+    """Place of this rank along each of `VIEWS`.
+
+    Args:
+        mesh: The mesh.
+    """
+    return {view: mesh.coordinate(view) for view in VIEWS}

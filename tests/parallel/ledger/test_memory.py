@@ -1,0 +1,174 @@
+"""What a step holds at most is predicted: the closed form beside the traced step of every kind of layout."""
+
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from parallel import ParallelConfig, Precision, Sharding
+from parallel.ledger.exactness import promised_share
+from recipes.find import find_recipe
+from recipes.ledger.fake import fake_step
+from recipes.ledger.forecast import Forecast, coordinates_of, forecast
+from recipes.ledger.measure import RankLedger, measure
+from recipes.ledger.rows import Line, lines
+from recipes.ledger.traced import TracedStep
+from recipes.recipe import Recipe
+from tests.ranks import run_ranks
+
+BF16 = Precision(compute="bfloat16", reduce="float32")
+FULL = {"activation_checkpointing": "full"}
+SELECTIVE = {"activation_checkpointing": "selective"}
+PIPELINE = {"pp": 2, "schedule": "1f1b"}
+TIED = {"tied_embeddings": True}
+PREFETCH = Sharding(forward_prefetch=1, backward_prefetch=2)
+ODD = {"vocab_size": 261}
+HEADS = {"attention_bias": True, "qk_norm": True}
+DDP = {"data_parallel": "ddp"}
+
+
+def recipe(layout: dict[str, Any], model: dict[str, Any], *, documents: bool = False) -> Recipe:
+    """A model of two layers on sequences long enough that activations are most of what is held."""
+    base = find_recipe("llama_debug")
+    return dataclasses.replace(
+        base,
+        parallel=ParallelConfig(**layout),
+        model=dataclasses.replace(base.model, **{"num_layers": 2, **model}),
+        training=dataclasses.replace(base.training, micro_batch=2, global_batch=2),
+        data=dataclasses.replace(base.data, sequence_length=256, attend_across_documents=not documents),
+    )
+
+
+# Ranks, the rank to be, micro-batches, layout, model, whether there are documents.
+CASES: dict[str, tuple[int, int, int, dict[str, Any], dict[str, Any], bool]] = {
+    "one process": (1, 0, 2, {"data_parallel": "none"}, {}, False),
+    "full_shard": (2, 0, 1, {}, ODD, False),
+    "full_shard in bf16, reduced last": (2, 0, 2, {"precision": BF16, "reduce_gradients": "last"}, {}, False),
+    "full_shard, recomputed": (2, 0, 1, FULL | {"precision": BF16}, {}, True),
+    "full_shard, selectively recomputed": (2, 0, 1, SELECTIVE, {}, False),
+    "full_shard, every second block": (2, 0, 1, FULL | {"activation_checkpoint_every": 2}, {}, False),
+    "full_shard, attention kept": (2, 0, 1, SELECTIVE | {"activation_checkpoint_policy": "attention"}, {}, True),
+    "full_shard, prefetched": (2, 0, 1, {"sharding": PREFETCH}, {}, False),
+    "full_shard, one unit": (2, 0, 1, {"sharding": Sharding(units="model")}, {}, False),
+    "full_shard, last unit kept": (2, 0, 1, {"sharding": Sharding(keep_last_unit=True)}, {}, False),
+    "shard_grad_op": (2, 1, 1, {"strategy": "shard_grad_op", "precision": BF16}, TIED, False),
+    "hybrid_shard": (4, 3, 2, {"strategy": "hybrid_shard", "dp_replicate": 2, "precision": BF16}, {}, False),
+    "no_shard": (2, 0, 1, {"strategy": "no_shard", "precision": BF16}, {}, False),
+    "normalized heads": (2, 0, 1, {}, HEADS, False),
+    "tp": (4, 1, 1, {"tp": 2}, {}, False),
+    "tp in bf16, selectively recomputed": (2, 1, 1, SELECTIVE | {"tp": 2, "precision": BF16}, ODD, True),
+    "tp without sequence and loss parallel": (
+        2,
+        0,
+        1,
+        {"tp": 2, "sequence_parallel": False, "loss_parallel": False, "precision": BF16},
+        {},
+        False,
+    ),
+    "cp by a ring": (2, 1, 1, {"cp": 2, "cp_method": "ring"}, {}, True),
+    "cp by ulysses": (2, 0, 1, {"cp": 2, "cp_method": "ulysses", "precision": BF16}, {}, False),
+    "cp by all-gather x tp": (4, 3, 1, {"cp": 2, "tp": 2, "cp_method": "allgather"}, {}, True),
+    "pp, first stage": (2, 0, 3, PIPELINE, {}, False),
+    "pp x fsdp in bf16, last stage": (4, 3, 2, PIPELINE | {"precision": BF16}, {}, False),
+    "gpipe, recomputed": (2, 0, 4, FULL | {"pp": 2, "schedule": "gpipe"}, {}, False),
+    "pp x tp": (4, 1, 2, PIPELINE | {"tp": 2, "precision": BF16}, {}, False),
+}
+SLOW = (
+    "full_shard, every second block",
+    "full_shard, one unit",
+    "full_shard, last unit kept",
+    "pp x tp",
+    "hybrid_shard",
+)
+
+
+def of_rank(case: str) -> tuple[Forecast, TracedStep]:
+    """One rank's step on tensors without values, in a process of the pool."""
+    world_size, rank, num_micro_batches, layout, model, documents = CASES[case]
+    asked = recipe(layout, model, documents=documents)
+    dist.destroy_process_group()
+    traced, mesh = fake_step(asked, world_size, rank, num_micro_batches, look=coordinates_of)
+    return forecast(asked, world_size, mesh, num_micro_batches), traced
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in CASES]
+)
+def test_states_and_traffic_are_exact_and_peaks_within_three_percent(case: str) -> None:
+    ((predicted, traced),) = run_ranks(1, of_rank, case)
+    # Of a pipeline less is promised.
+    assert promised_share(predicted.bounds) == (0.05 if "pp" in CASES[case][3] else 0.03)
+    assert_holds(lines(predicted, traced), promised_share(predicted.bounds))
+
+
+def assert_holds(own: tuple[Line, ...], share: float) -> None:
+    """Model states and collectives to the byte; all tensors within a share."""
+    for line in own:
+        assert line.predicted is not None, line
+        if line.what.startswith("all tensors"):
+            assert abs(line.traced - line.predicted) <= share * line.traced, line
+        else:
+            assert line.predicted == line.traced, line
+
+
+REAL: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, DDP),
+    "ddp, recomputed": (2, DDP | FULL),
+    "ddp x tp": (4, DDP | {"tp": 2}),
+    "zero1": (2, {"data_parallel": "zero1"}),
+    "fsdp1": (2, {"data_parallel": "fsdp1"}),
+    "fsdp1 no_shard": (2, {"data_parallel": "fsdp1", "strategy": "no_shard"}),
+    "full_shard x tp": (4, {"tp": 2, "precision": BF16}),
+    "pp": (2, PIPELINE),
+    "cp": (2, {"cp": 2, "cp_method": "ulysses"}),
+}
+
+
+def real(asked: Recipe) -> tuple[RankLedger, ...]:
+    """All ranks' real step."""
+    return measure(asked)
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_the_same_holds_for_real_steps(case: str) -> None:
+    world_size, layout = REAL[case]
+    asked = recipe(layout, {})
+    training = dataclasses.replace(asked.training, global_batch=8)
+    ledgers = run_ranks(world_size, real, dataclasses.replace(asked, training=training))[0]
+    for each in ledgers:
+        own = lines(each.predicted, each.traced)
+        # What is not exact to three percent is listed.
+        assert_holds(own, promised_share(each.predicted.bounds))
+        states = {line.what for line in own}
+        assert {"parameters, rest", "all tensors, peak of the step"} <= states
+
+
+def test_the_closed_form_takes_milliseconds_whatever_the_size() -> None:
+    asked = find_recipe("llama_3_1_405b")
+    coordinates = dict.fromkeys(("pp", "fsdp", "loss", "cp", "tp"), 0)
+    forecast(asked, 8192, coordinates, 2)
+    from parallel.layout import resolve
+    from parallel.ledger.block_sizes import BatchShape
+    from parallel.ledger.memory import predict_memory
+    from parallel.ledger.parts import model_parts
+    from recipes.model import model_and_plan
+
+    model, plan = model_and_plan(asked)
+    parts = model_parts(model, resolve(asked.parallel, 8192), plan)
+    batch = BatchShape(num_micro_batches=2, micro_batch=1, sequence_length=8192, has_documents=True)
+    start_s = time.process_time()
+    memory = predict_memory(parts, batch, coordinates)
+    assert time.process_time() - start_s < 0.1
+    # 405 G parameters of 16 bytes over 1,024 ranks and a block in flight, beside activations.
+    assert 10e9 < memory.peak < 20e9
+
+
+def test_what_cannot_be_predicted_is_listed_with_its_reason() -> None:
+    coordinates = dict.fromkeys(("pp", "fsdp", "loss", "cp", "tp"), 0)
+    for layout, world_size in (({"compile": True}, 2), ({"pp": 2, "schedule": "zbv_zero_bubble"}, 2)):
+        predicted = forecast(recipe(layout, {"num_layers": 4}), world_size, coordinates, 4)
+        assert predicted.memory is None
+        assert [bound.share for bound in predicted.bounds if bound.is_unknown] == [None]
+        assert all(bound.reason for bound in predicted.bounds)

@@ -1,0 +1,178 @@
+"""The ledger's command: predicted beside a real step, and one rank of a job of any size."""
+
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from parallel import ParallelConfig, Precision
+from recipes.find import find_recipe
+from recipes.ledger.dry import dry_ledger
+from recipes.ledger.fake import check_fake, fake_step
+from recipes.ledger.forecast import coordinates_of
+from recipes.ledger.measure import RankLedger, measure
+from recipes.ledger.rows import Line, lines
+from recipes.ledger.traced import TracedStep
+from recipes.recipe import Recipe
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+STREAM_BYTES = 2 * 64 * 64 * 2
+"""Two sequences of 64 tokens, 64 wide, in bfloat16."""
+BF16 = Precision(compute="bfloat16", reduce="float32")
+
+
+def small(layout: dict[str, Any], *, documents: bool = True, global_batch: int = 4) -> Recipe:
+    """Two layers and short sequences, in a layout."""
+    base = find_recipe("llama_debug")
+    return dataclasses.replace(
+        base,
+        parallel=ParallelConfig(**layout),
+        model=dataclasses.replace(base.model, num_layers=2),
+        training=dataclasses.replace(base.training, micro_batch=2, global_batch=global_batch),
+        data=dataclasses.replace(base.data, sequence_length=64, attend_across_documents=not documents),
+    )
+
+
+def sent(traced: TracedStep) -> Counter[Any]:
+    """How often a step sent what."""
+    return Counter((each.kind, each.view, each.phase, each.payload_bytes, each.dtype) for each in traced.collectives)
+
+
+def real_ranks(recipe: Recipe) -> tuple[RankLedger, ...]:
+    return measure(recipe)
+
+
+def without_values(recipe: Recipe, world_size: int, rank: int, num_micro_batches: int) -> TracedStep:
+    """In a process of the pool, so that nothing of the fake group stays in this one."""
+    dist.destroy_process_group()
+    return fake_step(recipe, world_size, rank, num_micro_batches, look=coordinates_of)[0]
+
+
+SAME: dict[str, tuple[int, dict[str, Any], bool]] = {
+    "full_shard": (2, {}, True),
+    "hybrid_shard x tp in bf16": (4, {"dp_replicate": 2, "dp_shard": 1, "tp": 2, "strategy": "hybrid_shard"}, True),
+    "pp": (2, {"pp": 2, "schedule": "1f1b", "precision": BF16}, True),
+    "cp by all-gather without documents": (2, {"cp": 2, "cp_method": "allgather"}, False),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_a_step_without_values_is_the_real_step(case: str) -> None:
+    world_size, layout, documents = SAME[case]
+    recipe = small(layout, documents=documents, global_batch=4 * world_size)
+    ledgers = run_ranks(world_size, real_ranks, recipe)[0]
+    config = recipe.parallel
+    degree = world_size // (config.tp * config.cp * config.pp)
+    for ledger in ledgers[:: world_size - 1]:
+        num_micro_batches = recipe.training.num_micro_batches(degree)
+        (fake,) = run_ranks(1, without_values, recipe, world_size, ledger.rank, num_micro_batches)
+        real = ledger.traced
+        assert sent(fake) == sent(real)
+        assert (fake.at_peak, fake.states) == (real.at_peak, real.states)
+        # The loss is read where it has a value; a stream that is sent is held until it has arrived.
+        tolerance = 16 + (config.pp > 1) * STREAM_BYTES
+        for name in ("rest_bytes", "after_forward_bytes", "after_backward_bytes", "peak_bytes"):
+            assert (getattr(fake, name) or 0) == pytest.approx(getattr(real, name) or 0, abs=tolerance)
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "recipes.ledger", *words],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+
+
+SMALL_WORDS = ("--model.num-layers", "2", "--data.sequence-length", "64", "--training.micro-batch", "4")
+
+
+def test_the_command_sets_a_real_step_beside_what_was_predicted() -> None:
+    done = run("llama_debug", "--nproc", "2", "--json", *SMALL_WORDS)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert [each["rank"] for each in said["ranks"]] == [0, 1]
+    for rank in said["ranks"]:
+        by_name = {line["what"]: line for line in rank["lines"]}
+        assert by_name["gradients, after backward"]["residual"] == 0
+        assert by_name["reduce-scatter over fsdp, backward"]["traced"] > 0
+        assert all(line["holds"] for line in rank["lines"])
+        held = rank["at_peak"]
+        assert sum(held.values()) == by_name["all tensors, peak of the step"]["traced"]
+        assert held["activations_and_buffers"] > 0
+    assert set(said["flops_per_token"]) == {"full_attention", "all_parameters", "causal"}
+
+
+def test_a_layout_that_nobody_can_run_is_an_error_in_one_line() -> None:
+    done = run("llama_debug", "--nproc", "2", "--parallel.tp", "3")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_promise_is_broken_by_one_byte_or_by_more_than_its_share() -> None:
+    exact = Line(what="gradients", predicted=1000, traced=1001, promise=0.0)
+    near = Line(what="peak", predicted=1000, traced=1029, promise=0.03)
+    far = Line(what="peak", predicted=1000, traced=1040, promise=0.03)
+    unknown = Line(what="peak", predicted=None, traced=1000, promise=0.03)
+    assert [each.holds for each in (exact, near, far, unknown)] == [False, True, False, True]
+
+
+def dry(recipe: Recipe, world_size: int, rank: int) -> Any:
+    """Whether a dry run holds what it promises, and what it shows."""
+    dist.destroy_process_group()
+    ledger = dry_ledger(recipe, world_size, rank)
+    own = lines(ledger.predicted, ledger.traced) if ledger.traced is not None else ()
+    return all(line.holds for line in own), [line.what for line in own], ledger.why_not, ledger.built.parameter_bytes
+
+
+def test_a_rank_of_a_thousand_is_predicted_and_traced_alike() -> None:
+    recipe = small({"tp": 2, "precision": BF16}, global_batch=1024)
+    ((holds, what, why_not, parameter_bytes),) = run_ranks(1, dry, recipe, 1024, 37)
+    assert (holds, why_not) == (True, None)
+    assert "all tensors, peak of the step" in what
+    assert 0 < parameter_bytes < 4 * recipe.model.num_parameters / 64
+
+
+def test_what_has_no_step_without_values_says_why_and_is_predicted() -> None:
+    for layout in ({"data_parallel": "ddp"}, {"data_parallel": "fsdp1"}, {"compile": True}):
+        assert check_fake(small(layout)) is not None
+    ((_, what, why_not, _),) = run_ranks(1, dry, small({"data_parallel": "ddp"}), 4, 1)
+    assert what == []
+    assert "wraps parameters once they have values" in why_not
+
+
+LIMITS = [("llama_3_1_8b", 1024, 37, 60), ("llama_3_1_70b", 1024, 37, 120), ("llama_3_1_405b", 8192, 4099, 180)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world_size", "rank", "limit_s"), LIMITS)
+def test_large_models_are_traced_within_their_time_and_memory(
+    name: str, world_size: int, rank: int, limit_s: int
+) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start_s = time.monotonic()
+    done = run(name, "--world-size", str(world_size), "--rank", str(rank), "--json")
+    took_s = time.monotonic() - start_s
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert all(line["holds"] for line in said["lines"])
+    assert said["num_collectives"] > 100
+    # Other load on the machine takes none of the process's own time.
+    used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert min(took_s, used_s) < limit_s
+    assert after.ru_maxrss * 1024 < 4 * GIB
