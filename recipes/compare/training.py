@@ -41,7 +41,9 @@ class Run:
         self.trained: Trained = build_model(recipe, mesh)
         text = ranks.together("read the text", lambda: load_dataset(recipe.data))
         materialize(self.trained, seed=training.seed)
-        self.parts: ModelParts = model_parts(whole_model(recipe), self.trained.config, self.trained.plan)
+        self.parts: ModelParts = model_parts(
+            whole_model(recipe), self.trained.config, self.trained.plan, mesh.coordinate("pp")
+        )
         self.optimizer: Optimizer = self.trained.build_optimizer(
             adamw_factory(recipe.optimizer.at_batch(training.global_batch))
         )
@@ -83,7 +85,8 @@ class Run:
             clips=True,
             num_rows=sum(len(each.tokens) for each in micro_batches),
         )
-        predicted = predict_traffic(self.parts, shape, self.trained.mesh.coordinate("tp"))
+        places = (self.trained.mesh.coordinate(view) for view in ("tp", "fsdp"))
+        predicted = predict_traffic(self.parts, shape, *places)
         recorder = StepRecorder(self.trained)
         with recorder:
             self._gradients(micro_batches)

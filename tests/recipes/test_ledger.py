@@ -38,7 +38,7 @@ def small(layout: dict[str, Any], *, documents: bool = True, global_batch: int =
     return dataclasses.replace(
         base,
         parallel=ParallelConfig(**layout),
-        model=dataclasses.replace(base.model, num_layers=2),
+        model=dataclasses.replace(base.model, **{"num_layers": 2}),
         training=dataclasses.replace(base.training, micro_batch=2, global_batch=global_batch),
         data=dataclasses.replace(base.data, sequence_length=64, attend_across_documents=not documents),
     )
