@@ -1,5 +1,6 @@
 """Says why a plan is the best one, what would make it better, and what to do where none fits."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple, get_args
@@ -117,14 +118,18 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
         Advice(change, evaluate(replace(request, gpu=each), costs, plan.candidate, CONSTANTS).tokens_per_s)
         for change, each in links.items()
     ]
+    times, enough = 1 + 1e-9, plan.ranked_s
     larger = {
-        "twice the GPUs and the global batch": replace(
-            request, num_gpus=2 * request.num_gpus, global_batch=2 * request.global_batch
+        # The plan itself fits more memory, and takes a batch twice as large in twice the time.
+        "half as much memory again": (replace(request, gpu=replace(gpu, memory_gib=1.5 * gpu.memory_gib)), enough),
+        "twice the global batch": (replace(request, global_batch=2 * request.global_batch), 2 * enough),
+        "twice the GPUs and the global batch": (
+            replace(request, num_gpus=2 * request.num_gpus, global_batch=2 * request.global_batch),
+            math.inf,
         ),
-        "half as much memory again": replace(request, gpu=replace(gpu, memory_gib=1.5 * gpu.memory_gib)),
-        "twice the global batch": replace(request, global_batch=2 * request.global_batch),
     }
-    found += [Advice(change, search(each, most=1).plans[0].tokens_per_s) for change, each in larger.items()]
+    for change, (each, limit_s) in larger.items():
+        found += [Advice(change, best.tokens_per_s) for best in search(each, most=1, limit_s=times * limit_s).plans]
     return tuple(sorted(found, key=lambda advice: -advice.tokens_per_s))
 
 

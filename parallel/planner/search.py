@@ -56,7 +56,13 @@ class Found:
     num_too_large: int
 
 
-def search(request: Request, constants: Constants = CONSTANTS, most: int = 10, allows: Allows = anything) -> Found:
+def search(
+    request: Request,
+    constants: Constants = CONSTANTS,
+    most: int = 10,
+    allows: Allows = anything,
+    limit_s: float = math.inf,
+) -> Found:
     """The fastest layouts that fit.
 
     Degrees come in the order of a lower bound of their step time. Once that bound is above the time of the last of
@@ -67,6 +73,7 @@ def search(request: Request, constants: Constants = CONSTANTS, most: int = 10, a
         constants: What is taken from measurement.
         most: Layouts to find.
         allows: Restricts the layouts.
+        limit_s: Ranked time beyond which no layout is wanted.
     """
     costs = model_costs(request.shape)
     legal = legal_degrees(request)
@@ -78,7 +85,7 @@ def search(request: Request, constants: Constants = CONSTANTS, most: int = 10, a
     best: list[Plan] = []
     evaluated = too_large = 0
     for least_s, degrees, schedule in ordered:
-        limit_s = best[-1].ranked_s if len(best) == most else math.inf
+        limit_s = best[-1].ranked_s if len(best) == most else limit_s
         if least_s > limit_s:
             break
 
@@ -88,7 +95,7 @@ def search(request: Request, constants: Constants = CONSTANTS, most: int = 10, a
         bounds: dict[tuple[object, ...], float] = {}
         sequences = request.global_batch // (degrees.dp_replicate * degrees.dp_shard)
         for config in possible_layouts(request, degrees, schedule or None, may_fit):
-            limit_s = best[-1].ranked_s if len(best) == most else math.inf
+            limit_s = best[-1].ranked_s if len(best) == most else limit_s
             way = (config.cp_method, config.sequence_parallel, config.ep)
             if way not in bounds:
                 bounds[way] = _least_work_s(request, costs, config, constants)
