@@ -61,11 +61,35 @@ def training_flops_per_token(shape: ModelShape, sequence_length: int, convention
     return 6 * (num_parameters(shape, num_experts=shape.num_experts_per_token) - lookup) + shape.num_layers * per_layer
 
 
-def utilization(flops_per_token: float, tokens_per_s: float, peak_flops_per_s: float, num_devices: int) -> float:
-    """Model FLOPs utilization: the share of what the devices could compute that went into the model.
+def recomputed_flops_per_token(
+    shape: ModelShape, sequence_length: int, convention: FlopConvention, kept: frozenset[str] | None, *, every: int = 1
+) -> int:
+    """FLOPs that backward computes again for one token of a dense model; hardware counts them, the model does not.
+
+    The last matmul of a block is never computed again: nothing in backward needs what it gave.
 
     Args:
-        flops_per_token: As `training_flops_per_token` gives them.
+        shape: Counts and widths.
+        sequence_length: Tokens of a sequence.
+        convention: What is counted of attention.
+        kept: Results that checkpointed blocks keep, by the names of projections and `attention`. None: all.
+        every: One of so many blocks is checkpointed, the first one and on.
+    """
+    if kept is None:
+        return 0
+    queries, keys = (count * shape.head_dim for count in (shape.num_heads, shape.num_kv_heads))
+    hidden = shape.feed_forward_width
+    widths = {"q": queries, "k": keys, "v": keys, "o": queries, "gate": hidden, "up": hidden}
+    matmuls = 2 * shape.width * sum(width for name, width in widths.items() if name not in kept)
+    attention = (2 if convention == "causal" else 4) * queries * sequence_length * ("attention" not in kept)
+    return -(-shape.num_layers // every) * (matmuls + attention)
+
+
+def utilization(flops_per_token: float, tokens_per_s: float, peak_flops_per_s: float, num_devices: int) -> float:
+    """The share of what the devices could compute that went into the model (MFU), or that they did compute (HFU).
+
+    Args:
+        flops_per_token: As `training_flops_per_token` gives them, for HFU with `recomputed_flops_per_token`.
         tokens_per_s: Tokens that all devices together train on in a second.
         peak_flops_per_s: Peak of one device.
         num_devices: Devices that train.

@@ -47,7 +47,7 @@ class Stretches:
         """
         self._parts, self._batch, self._tp_rank = parts, batch, coordinates["tp"]
         self.sizes: BlockSizes = block_sizes(parts, batch, coordinates["cp"], coordinates["tp"])
-        self.kept: Kept = _kept(parts.config)
+        self.kept: Kept = kept_results(parts.config)
         _, self._itemsize, sums, _ = itemsizes(parts)
         self.tables = 2 * self.sizes.tokens * (parts.whole.shape.head_dim // 2) * sums
         self._blocks: dict[tuple[Kept, bool], tuple[Stretch, Stretch]] = {}
@@ -127,7 +127,12 @@ class Stretches:
 
 
 @cache
-def _kept(config: ParallelConfig) -> Kept:
+def kept_results(config: ParallelConfig) -> Kept:
+    """Which results a checkpointed block of a dense model keeps, by the names of its projections and `attention`.
+
+    Args:
+        config: The layout.
+    """
     if config.activation_checkpointing != "selective":
         return None if config.activation_checkpointing == "none" else frozenset()
     keep = POLICIES[config.activation_checkpoint_policy]()

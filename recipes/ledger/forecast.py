@@ -2,18 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from parallel import Mesh
 from parallel.layout import resolve
 from parallel.ledger.block_sizes import BatchShape
 from parallel.ledger.exactness import Bound, bounds_of
-from parallel.ledger.flops import FlopConvention, training_flops_per_token
+from parallel.ledger.flops import FlopConvention, recomputed_flops_per_token, training_flops_per_token
 from parallel.ledger.memory import MemoryForecast, predict_memory
-from parallel.ledger.parts import model_parts
+from parallel.ledger.parts import ModelParts, model_parts, num_shards
 from parallel.ledger.states import Moments, predict_states
+from parallel.ledger.stretches import kept_results
 from parallel.ledger.term import Term
 from parallel.ledger.textbook import Form, state_forms, traffic_form
 from parallel.ledger.traffic import StepShape, predict_traffic
+from parallel.ledger.unit_memory import elements
+from parallel.planner.accounting import Accounting, state_bytes
+from parallel.traits import TRAITS
 from recipes.model import model_and_plan
 from recipes.recipe import Recipe
 
@@ -34,7 +39,10 @@ class Forecast:
         bounds: What is not exact, how far off it may be, and why.
         traffic_form: What textbooks say of its traffic.
         state_forms: What they say of states at the three moments.
+        accountings: Model states of the textbooks' two accountings, in bytes: `classic` in float16 with a float32 copy,
+            `stored` in float32, both without units in flight.
         flops_per_token: Of the model, by convention.
+        hardware_flops_per_token: With what backward computes again, by convention.
     """
 
     states: Moments
@@ -43,7 +51,9 @@ class Forecast:
     bounds: tuple[Bound, ...]
     traffic_form: Form
     state_forms: tuple[Form, Form, Form]
+    accountings: Mapping[str, float]
     flops_per_token: Mapping[str, int]
+    hardware_flops_per_token: Mapping[str, int]
 
 
 def forecast(recipe: Recipe, world_size: int, coordinates: Mapping[str, int], num_micro_batches: int) -> Forecast:
@@ -70,6 +80,10 @@ def forecast(recipe: Recipe, world_size: int, coordinates: Mapping[str, int], nu
         num_tokens=num_micro_batches * batch.micro_batch * batch.sequence_length,
         clips=True,
     )
+    shape, length = recipe.model.shape, batch.sequence_length
+    flops: dict[str, int] = {each: training_flops_per_token(shape, length, each) for each in CONVENTIONS}
+    kept, every = kept_results(config), config.activation_checkpoint_every
+    again = {each: recomputed_flops_per_token(shape, length, each, kept, every=every) for each in CONVENTIONS}
     bounds = bounds_of(parts, recipe.optimizer.implementation)
     return Forecast(
         states=predict_states(parts, coordinates),
@@ -78,10 +92,21 @@ def forecast(recipe: Recipe, world_size: int, coordinates: Mapping[str, int], nu
         bounds=bounds,
         traffic_form=traffic_form(parts),
         state_forms=state_forms(parts),
-        flops_per_token={
-            each: training_flops_per_token(recipe.model.shape, batch.sequence_length, each) for each in CONVENTIONS
-        },
+        accountings=_accountings(parts),
+        flops_per_token=flops,
+        hardware_flops_per_token={each: flops[each] + again[each] for each in CONVENTIONS},
     )
+
+
+def _accountings(parts: ModelParts) -> dict[str, float]:
+    """Both accountings of the rank's part of the model, padding left out."""
+    config = parts.config
+    zero1 = TRAITS[config.data_parallel].splits_optimizer_rows
+    strategy: str = "zero1" if zero1 else config.resolved_strategy
+    strategy = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}.get(strategy, strategy)
+    ranks = config.dp_replicate * config.cp if zero1 else num_shards(config)
+    size = elements(parts.parameters, config, 0)
+    return {each: state_bytes(each, strategy, size, ranks) for each in get_args(Accounting)}
 
 
 def coordinates_of(mesh: Mesh) -> dict[str, int]:

@@ -127,7 +127,9 @@ def dry_json(recipe: Recipe, ledger: DryLedger) -> dict[str, Any]:
 
 def _common(predicted: Forecast) -> dict[str, Any]:
     return {
+        "accountings": dict(predicted.accountings),
         "flops_per_token": dict(predicted.flops_per_token),
+        "hardware_flops_per_token": dict(predicted.hardware_flops_per_token),
         "bounds": [{"term": each.term, "share": each.share, "reason": each.reason} for each in predicted.bounds],
         "ring_bytes": sum(
             ring_bytes(each.channel.kind, each.payload_bytes, each.channel.ranks) for each in predicted.terms
@@ -192,6 +194,9 @@ def _print_rest(console: Console, predicted: Forecast, holds: bool) -> None:
         f"{predicted.traffic_form.text}",
         soft_wrap=True,
     )
-    flops = ", ".join(f"{name} {count:.3e}" for name, count in predicted.flops_per_token.items())
-    console.print(f"FLOPs a token: {flops}", soft_wrap=True)
+    both = ", ".join(f"{name} {format_bytes(int(size))}" for name, size in predicted.accountings.items())
+    console.print(f"model states by accounting, units in flight left out: {both}", soft_wrap=True)
+    hardware = predicted.hardware_flops_per_token
+    flops = ", ".join(f"{name} {count:.3e} ({hardware[name]:.3e})" for name, count in predicted.flops_per_token.items())
+    console.print(f"FLOPs a token (with what is computed again): {flops}", soft_wrap=True)
     console.print("every prediction holds" if holds else "a prediction does not hold: see BROKEN")

@@ -6,7 +6,13 @@ import pytest
 
 from models.llama import PRESETS, LlamaConfig
 from models.moe import MoeConfig
-from parallel.ledger.flops import FlopConvention, num_parameters, training_flops_per_token, utilization
+from parallel.ledger.flops import (
+    FlopConvention,
+    num_parameters,
+    recomputed_flops_per_token,
+    training_flops_per_token,
+    utilization,
+)
 
 # Llama 3.1 8B: 32 layers, width 4096, 32 heads of 128, 8,030,261,248 parameters, table 128,256 x 4096 = 525,336,576.
 EIGHT_B = LlamaConfig.preset("llama3.1-8b").shape
@@ -88,3 +94,19 @@ def test_what_is_unknown_is_refused() -> None:
 def test_utilization_is_the_share_of_all_devices() -> None:
     # 8 devices of 1000 FLOP/s, of which 10 FLOPs for each of 400 tokens a second are half.
     assert utilization(10, 400, 1000, 8) == 0.5
+
+
+def test_what_is_computed_again_is_a_forward_without_the_last_matmul_of_each_block() -> None:
+    config = LlamaConfig.preset("llama3.1-8b")
+    shape, matmuls = config.shape, config.num_matmul_parameters_per_block
+    last = shape.width * shape.feed_forward_width
+    attention = 4 * shape.num_heads * shape.head_dim * 8192
+    full = recomputed_flops_per_token(shape, 8192, "full_attention", frozenset())
+    assert full == shape.num_layers * (2 * (matmuls - last) + attention)
+    assert recomputed_flops_per_token(shape, 8192, "full_attention", None) == 0
+    # Every second of seven matmuls and attention are kept: k, o and up.
+    kept = frozenset({"k", "o", "up", "attention"})
+    keys = shape.num_kv_heads * shape.head_dim
+    selective = 2 * shape.width * (shape.width + keys + shape.feed_forward_width) * shape.num_layers
+    assert recomputed_flops_per_token(shape, 8192, "causal", kept) == selective
+    assert recomputed_flops_per_token(shape, 8192, "causal", kept, every=2) == selective // 2
