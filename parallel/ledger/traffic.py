@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from parallel.gradients import SHARDING_VIEWS
-from parallel.ledger.parts import ModelParts
+from parallel.ledger.parts import ModelParts, flat_ranges, num_shards, part, unit_elements
 from parallel.ledger.term import Channel, Term, channel
 from parallel.ledger.traffic_of_context_parallel import context_parallel_terms, whole_row_terms
 from parallel.ledger.traffic_of_expert_parallel import expert_parallel_terms
@@ -13,6 +13,7 @@ from parallel.ledger.traffic_of_parameters import parameter_terms
 from parallel.ledger.traffic_of_pipeline import pipeline_terms
 from parallel.ledger.traffic_of_tensor_parallel import tensor_parallel_terms
 from parallel.mesh import AXES, VIEWS
+from parallel.traits import TRAITS
 
 INT32, INT64, FLOAT64 = 4, 8, 8
 
@@ -60,6 +61,7 @@ def predict_traffic(parts: ModelParts, step: StepShape, tp_rank: int = 0, fsdp_r
             *whole_row_terms(parts, step.num_rows, num_own_tokens),
             *expert_parallel_terms(parts, step.num_micro_batches, num_own_tokens),
             *pipeline_terms(parts, step.num_micro_batches, num_own_tokens, fsdp_rank, tp_rank),
+            *_balance(parts, fsdp_rank, tp_rank),
             *(_norm(parts) if step.clips else ()),
         )
         if term.channel.ranks > 1 and term.payload_bytes
@@ -92,6 +94,23 @@ def _overflow(parts: ModelParts) -> Iterator[Term]:
     ranks = prod(getattr(parts.config, axis) for axis in axes)
     over = Channel(kind="all_reduce", view=view, ranks=ranks, phase="forward")
     yield Term(name="overflow", channel=over, payload_bytes=INT32)
+
+
+def _balance(parts: ModelParts, fsdp_rank: int, tp_rank: int) -> Iterator[Term]:
+    """Flattened biases of experts, which no gradient moves, are exchanged into rows to be moved, and back."""
+    config, ranks, num_experts = parts.config, num_shards(parts.config), parts.whole.shape.num_experts
+    if not TRAITS[config.data_parallel].flattens or ranks == 1:
+        return
+    over = channel(config, "all_to_all", "fsdp", "forward")
+    starts = tuple(f"{block.fqn}." for block in parts.plan.blocks if block.has_experts)
+    for unit in parts.units:
+        size = unit_elements(unit.parameters, config, tp_rank) // ranks
+        places = flat_ranges(unit.parameters, config, tp_rank)
+        for each, place in zip(unit.parameters, places, strict=True):
+            if each.fqn.startswith(starts) and each.shape == (num_experts,) and not each.trainable:
+                own = max(0, min(place.stop, size * (fsdp_rank + 1)) - max(place.start, size * fsdp_rank))
+                count = own + part(num_experts, ranks, fsdp_rank)
+                yield Term(name="balance of experts", channel=over, payload_bytes=count * each.dtype.itemsize)
 
 
 def _norm(parts: ModelParts) -> Iterator[Term]:
