@@ -67,7 +67,9 @@ SAME: dict[str, tuple[int, dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[pytest.mark.slow] if "hybrid" in each else []) for each in SAME]
+)
 def test_a_step_without_values_is_the_real_step(case: str) -> None:
     world_size, layout, documents = SAME[case]
     recipe = small(layout, documents=documents, global_batch=4 * world_size)

@@ -77,10 +77,17 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any], dict[str, Any], bool]] = {
 }
 SLOW = (
     "full_shard, every second block",
+    "full_shard, attention kept",
     "full_shard, one unit",
     "full_shard, last unit kept",
-    "pp x tp",
+    "normalized heads",
     "hybrid_shard",
+    "no_shard",
+    "pp x tp",
+    "ddp, recomputed",
+    "ddp x tp",
+    "fsdp1 no_shard",
+    "cp",
 )
 
 
@@ -131,7 +138,9 @@ def real(asked: Recipe) -> tuple[RankLedger, ...]:
     return measure(asked)
 
 
-@pytest.mark.parametrize("case", REAL)
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in REAL]
+)
 def test_the_same_holds_for_real_steps(case: str) -> None:
     world_size, layout = REAL[case]
     asked = recipe(layout, {})
