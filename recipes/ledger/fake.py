@@ -4,6 +4,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from parallel import Batch, Mesh, Trained, build_mesh, step
+from parallel.ledger.parts import num_reductions
 from parallel.materialize import allocate
 from parallel.traits import TRAITS
 from recipes.dry_run import fake_world
@@ -61,9 +63,30 @@ def fake_step(
     with fake_world(world_size, rank), _quiet():
         mesh = build_mesh(recipe.parallel, "cpu")
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        run = TracedRun(recipe, mesh, functools.partial(allocate, clear=False), num_micro_batches, mode)
+        # Those in the middle are alike: like the first, or where gradients wait for the last, like the second. The
+        # schedule of a pipeline takes them all.
+        enough = 3 if num_reductions(mesh.config, num_micro_batches) == 1 else 2
+        taken = num_micro_batches if mesh.degree("pp") > 1 else min(num_micro_batches, enough)
+        run = TracedRun(recipe, mesh, functools.partial(allocate, clear=False), taken, mode)
         with _without_values(recipe):
-            return run.trace(), look(mesh)
+            return _with_more(run.trace(), recipe, num_micro_batches - taken), look(mesh)
+
+
+def _with_more(traced: TracedStep, recipe: Recipe, num_more: int) -> TracedStep:
+    """The step with more micro-batches like its first, whose tokens are there from the start."""
+    (batch,) = made_up_batches(recipe, torch.device("meta"), 1)
+    ids = (batch.tokens, batch.labels, batch.positions, batch.document_ids)
+    num_bytes = num_more * sum(each.nbytes for each in ids if each is not None)
+    first = traced.first_micro_batch
+    after = traced.after_forward_bytes
+    return replace(
+        traced,
+        rest_bytes=traced.rest_bytes + num_bytes,
+        after_forward_bytes=None if after is None else after + num_bytes,
+        after_backward_bytes=traced.after_backward_bytes + num_bytes,
+        peak_bytes=traced.peak_bytes + num_bytes,
+        collectives=(*traced.collectives, *traced.collectives[first.start : first.stop] * num_more),
+    )
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Takes a step of a recipe under a meter of memory and a counter of collectives."""
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ class TracedStep:
         states: Model states at rest, at the end of the first forward (with a pipeline: of the step), and of the last
             backward.
         collectives: What it sent, in order.
+        first_micro_batch: Which of them are the first micro-batch's; none with a pipeline.
         num_ops: Ops of the step.
     """
 
@@ -48,6 +49,7 @@ class TracedStep:
     at_peak: LiveBytes
     states: Moments
     collectives: tuple[Collective, ...]
+    first_micro_batch: range
     num_ops: int
 
     @property
@@ -101,7 +103,7 @@ class TracedRun:
             seen: list[int] = []
             self.meter.start()
             self._counter.records.clear()
-            with self._counter:
+            with self._counter, self._bounds() as bounds:
                 self._step(lambda: seen.append(self.meter.live_bytes))
             first = self.meter.peak_bytes, self.meter.peak_op, self.meter.num_ops
             self._rest()
@@ -118,6 +120,7 @@ class TracedRun:
             at_peak=held[0],
             states=Moments(rest=moments[0], after_forward=moments[1], after_backward=moments[-1]),
             collectives=tuple(self._counter.records),
+            first_micro_batch=range(*bounds[:2]),
             num_ops=first[2],
         )
 
@@ -125,6 +128,23 @@ class TracedRun:
         """Frees gradients, as the next step will."""
         for parameter in self.trained.named_parameters().values():
             parameter.grad = None
+
+    @contextmanager
+    def _bounds(self) -> Iterator[list[int]]:
+        """How many collectives there were before and after each micro-batch."""
+        bounds: list[int] = []
+        backend = self.trained.backend
+        run = backend.run_micro_batch
+
+        def noted(*args: Any, **kwargs: Any) -> None:
+            bounds.append(len(self._counter.records))
+            run(*args, **kwargs)
+            bounds.append(len(self._counter.records))
+
+        backend.run_micro_batch = noted  # type: ignore[method-assign]
+        yield bounds
+        backend.run_micro_batch = run  # type: ignore[method-assign]
+        bounds += [0, 0] * (not bounds)
 
     def _step(self, note: Callable[[], None] = lambda: None) -> None:
         """One step; `note` is called after each forward and after the last backward."""

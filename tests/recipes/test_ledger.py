@@ -38,7 +38,7 @@ def small(layout: dict[str, Any], *, documents: bool = True, global_batch: int =
     return dataclasses.replace(
         base,
         parallel=ParallelConfig(**layout),
-        model=dataclasses.replace(base.model, **{"num_layers": 2}),
+        model=dataclasses.replace(base.model, num_layers=2),  # type: ignore[call-arg]  # the field is its family's
         training=dataclasses.replace(base.training, micro_batch=2, global_batch=global_batch),
         data=dataclasses.replace(base.data, sequence_length=64, attend_across_documents=not documents),
     )
@@ -63,6 +63,7 @@ SAME: dict[str, tuple[int, dict[str, Any], bool]] = {
     "full_shard": (2, {}, True),
     "hybrid_shard x tp in bf16": (4, {"dp_replicate": 2, "dp_shard": 1, "tp": 2, "strategy": "hybrid_shard"}, True),
     "pp": (2, {"pp": 2, "schedule": "1f1b", "precision": BF16}, True),
+    "full_shard over 4 micro-batches, reduced last": (2, {"reduce_gradients": "last", "precision": BF16}, True),
     "cp by all-gather without documents": (2, {"cp": 2, "cp_method": "allgather"}, False),
 }
 
@@ -72,7 +73,7 @@ SAME: dict[str, tuple[int, dict[str, Any], bool]] = {
 )
 def test_a_step_without_values_is_the_real_step(case: str) -> None:
     world_size, layout, documents = SAME[case]
-    recipe = small(layout, documents=documents, global_batch=4 * world_size)
+    recipe = small(layout, documents=documents, global_batch=(8 if "over 4" in case else 4) * world_size)
     ledgers = run_ranks(world_size, real_ranks, recipe)[0]
     config = recipe.parallel
     degree = world_size // (config.tp * config.cp * config.pp)
