@@ -151,6 +151,13 @@ def _check_reshard_group(config: ParallelConfig) -> None:
             f"reshard_group={group} must divide dp_shard x cp = {config.dp_shard} x {config.cp} = {ranks} ranks and be "
             f"less; legal here: {legal or 'none'}"
         )
+    if group is not None and config.tp > 1:
+        # Torch 2.13 makes the smaller groups by calls that all ranks of the job must make alike, but each rank asks for
+        # those of its own tp coordinate: they would wait for each other for ever.
+        raise ValueError(
+            f"reshard_group={group} does not compose with tp={config.tp}: torch could not build its groups; leave "
+            "reshard_group out, or use tp=1"
+        )
 
 
 def _check_experts(config: ParallelConfig, shape: ModelShape) -> None:

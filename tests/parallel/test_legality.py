@@ -230,6 +230,7 @@ def _policy_rules(drawn: Draw, sizes: Draw) -> list[tuple[str, bool]]:
         ("what is kept whole is not sharded anew", group is not None and not keeps_sharded),
         ("stages stay gathered", group is not None and drawn.pp > 1),
         ("a group divides the shards", group is not None and (group >= shards or shards % group > 0)),
+        ("torch builds smaller groups of all ranks", group is not None and drawn.tp > 1),
         ("fsdp1 on tp shards", fsdp1_tp and (shards == 1 or drawn.reduce_gradients == "last")),
         ("fsdp1 sums whole gradients once", each and backend == "fsdp1" and shards == 1),
     ]
