@@ -1,8 +1,10 @@
 """Saves a flat state in steps that can run apart: plan, snapshot, write, seal."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from checkpoint import files, filesystem, shard_file, strict_json
 from checkpoint.layout import Layout, stacked
 from checkpoint.manifest import BLOCK_BYTES, Header, Manifest, StoredFile, file_name
-from checkpoint.owners import Owners, StoredTensor
+from checkpoint.owners import Owners, Piece, StoredTensor
 from checkpoint.placed import LocalBoxes, layout_of, part_of_job
 from checkpoint.ranks import Ranks
 from checkpoint.state import FlatState
@@ -49,12 +51,12 @@ def plan(flat: FlatState, ranks: Ranks) -> SavePlan:
         ValueError: If a tensor is held in a way that cannot be saved, or ranks describe one name in two ways.
     """
     what = "describe the state"
-    own = ranks.together(what, lambda: _describe(flat, ranks.size))
-    described = ranks.distinct(own, _digest(own))
+    own = ranks.together(what, lambda: _Described.of(_describe(flat, ranks.size)))
+    described = ranks.distinct(own, own.digest)
     # One description needs no merging, nor ranks that agree on how it went.
-    tensors = own if len(described) == 1 else ranks.together(what, lambda: _merge(described, ranks.size))
-    parts = ranks.together(what, lambda: _parts(flat, tensors, ranks.rank))
-    return SavePlan(header=flat.header, tensors=tensors, parts=parts)
+    all_of_it = own if len(described) == 1 else ranks.together(what, lambda: _merge(described, ranks.size))
+    parts = ranks.together(what, lambda: _parts(flat, all_of_it, ranks.rank))
+    return SavePlan(header=flat.header, tensors=all_of_it.tensors, parts=parts)
 
 
 def snapshot(saved: SavePlan, buffer: Tensor | None = None) -> tuple[SavePlan, Tensor]:
@@ -120,6 +122,30 @@ def seal(folder: Path, saved: SavePlan, written: Sequence[Mapping[str, StoredFil
     files.write_manifest(folder, Manifest(header=saved.header, tensors=saved.tensors, files=found))
 
 
+@dataclass(frozen=True)
+class _Described:
+    """What tensors a state has; equal where the digests are, so that what follows from it need not be found again.
+
+    Attributes:
+        digest: Of `tensors`.
+        tensors: By name.
+    """
+
+    digest: str
+    tensors: Mapping[str, StoredTensor] = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, StoredTensor]) -> Self:
+        return cls(_digest(tensors), tensors)
+
+
+@lru_cache(maxsize=1)
+def _pieces(described: _Described, rank: int) -> tuple[tuple[str, Piece], ...]:
+    """What a rank writes, each part with its key in the rank's file; a run saves the same ones again and again."""
+    pieces = Owners(described.tensors).of_rank(rank)
+    return tuple((piece.key(described.tensors[piece.name].shape), piece) for piece in pieces)
+
+
 def _describe(flat: FlatState, world_size: int) -> dict[str, StoredTensor]:
     described: dict[str, StoredTensor] = {}
     # Most tensors share one of a few layouts, and asking a mesh for its ranks takes longer than all else here.
@@ -148,12 +174,12 @@ def _digest(described: Mapping[str, StoredTensor]) -> str:
     return strict_json.digest([[repr(layout) for layout in layouts], tensors])
 
 
-def _merge(described: Mapping[tuple[int, ...], Mapping[str, StoredTensor]], world_size: int) -> dict[str, StoredTensor]:
+def _merge(described: Mapping[tuple[int, ...], _Described], world_size: int) -> _Described:
     """One description of each tensor out of those of ranks that hold different ones."""
     holders: dict[str, list[int]] = {}
     tensors: dict[str, StoredTensor] = {}
     for ranks, of_ranks in described.items():
-        for name, tensor in of_ranks.items():
+        for name, tensor in of_ranks.tensors.items():
             holders.setdefault(name, []).extend(ranks)
             if tensors.setdefault(name, tensor) != tensor:
                 raise ValueError(
@@ -166,17 +192,16 @@ def _merge(described: Mapping[tuple[int, ...], Mapping[str, StoredTensor]], worl
             placed[name] = replace(tensor, layout=part_of_job(tensor.layout, sorted(holders[name])))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-    return placed
+    return _Described.of(placed)
 
 
-def _parts(flat: FlatState, tensors: Mapping[str, StoredTensor], rank: int) -> dict[str, Tensor]:
+def _parts(flat: FlatState, described: _Described, rank: int) -> dict[str, Tensor]:
     """The values that a rank writes by key in its file."""
     parts: dict[str, Tensor] = {}
     boxes = LocalBoxes()
-    for piece in Owners(tensors).of_rank(rank):
-        stored = tensors[piece.name]
+    for key, piece in _pieces(described, rank):
         if piece.name in flat.per_rank:
-            parts[piece.key(stored.shape)] = flat.per_rank[piece.name].unsqueeze(0)
+            parts[key] = flat.per_rank[piece.name].unsqueeze(0)
             continue
         tensor = flat.tensors[piece.name]
         held = boxes.of(tensor)
@@ -188,7 +213,7 @@ def _parts(flat: FlatState, tensors: Mapping[str, StoredTensor], rank: int) -> d
         if piece.box != held:
             for dim, (offset, size) in enumerate(zip(piece.box.within(held).offsets, piece.box.sizes, strict=True)):
                 values = values.narrow(dim, offset, size)
-        parts[piece.key(stored.shape)] = values
+        parts[key] = values
     return parts
 
 
