@@ -6,13 +6,13 @@ from math import prod
 
 from parallel.ledger.block_sizes import BatchShape, itemsizes
 from parallel.ledger.ends_memory import INT64
-from parallel.ledger.parts import ModelParts, UnitSpec, num_reductions, num_shards
+from parallel.ledger.parts import ModelParts, num_reductions, num_shards
 from parallel.ledger.pieces import Memory
 from parallel.ledger.schedule_order import actions_of
+from parallel.ledger.spans import Span, layers_of, spans_of
 from parallel.ledger.states import predict_states
 from parallel.ledger.stretches import Stretches
 from parallel.ledger.unit_memory import UnitMemory
-from parallel.stages import cut
 from parallel.traits import TRAITS
 
 
@@ -29,23 +29,6 @@ class MemoryForecast:
     rest: int
     after_forward: int | None
     peak: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """What a rank runs in one piece: the model, or one stage of a pipeline.
-
-    Attributes:
-        blocks: Numbers of its blocks among those of the rank.
-        is_first: Whether it starts from tokens.
-        is_last: Whether it ends in the loss.
-        units: Its units.
-    """
-
-    blocks: range
-    is_first: bool
-    is_last: bool
-    units: tuple[UnitSpec, ...]
 
 
 def predict_memory(parts: ModelParts, batch: BatchShape, coordinates: Mapping[str, int]) -> MemoryForecast:
@@ -71,7 +54,7 @@ class _Step:
         self.units = UnitMemory(parts, self.memory, coordinates["tp"])
         self.stretches = Stretches(parts, batch, coordinates)
         self.states = predict_states(parts, coordinates)
-        self.layers = _layers(parts)
+        self.layers, self.spans = layers_of(parts), spans_of(parts)
 
     def forecast(self) -> MemoryForecast:
         """Goes through the step."""
@@ -101,34 +84,12 @@ class _Step:
 
     def _received(self) -> int:
         """A pipeline receives each micro-batch's stream and gradient in memory of their own, which stays."""
-        ends = sum((not span.is_first) + (not span.is_last) for span in self._spans())
+        ends = sum((not span.is_first) + (not span.is_last) for span in self.spans)
         return 0 if self.parts.config.pp == 1 else ends * self.batch.num_micro_batches * self.stretches.sizes.stream
-
-    def _spans(self) -> tuple[Span, ...]:
-        parts, blocks = self.parts, [block.fqn for block in self.parts.plan.blocks]
-        if parts.config.pp == 1:
-            return (Span(blocks=range(len(blocks)), is_first=True, is_last=True, units=parts.units),)
-        stages, spans = cut(parts.whole, parts.config), []
-        for stage in stages:
-            if stage.rank == parts.pp_rank:
-                own = [index for index, fqn in enumerate(blocks) if fqn in stage.modules]
-                starts = tuple(f"{fqn}." for fqn in stage.modules)
-                units = tuple(
-                    unit for unit in parts.units if unit.parameters and unit.parameters[0].fqn.startswith(starts)
-                )
-                spans.append(
-                    Span(
-                        blocks=range(own[0], own[-1] + 1),
-                        is_first=stage is stages[0],
-                        is_last=stage is stages[-1],
-                        units=units,
-                    )
-                )
-        return tuple(spans)
 
     def _micro_batches(self) -> int:
         """One after the other; returns what is held after the first forward."""
-        (span,) = self._spans()
+        (span,) = self.spans
         count = self.batch.num_micro_batches
         once, after = num_reductions(self.parts.config, count) == 1, 0
         for number in range(count):
@@ -197,7 +158,7 @@ class _Step:
 
     def _pipeline(self) -> None:
         """The rank's actions in the order of the schedule."""
-        memory, units, spans = self.memory, self.units, self._spans()
+        memory, units, spans = self.memory, self.units, self.spans
         sizes = self.stretches.sizes
         # Torch's schedules take the step in one piece.
         whole = self._tokens()
@@ -235,14 +196,3 @@ class _Step:
                 size = prod(each.split(parts.config.tp, self.coordinates["tp"])) // num_shards(parts.config) * stored
                 self.memory.change(0, before + 2 * size)
                 before = size
-
-
-def _layers(parts: ModelParts) -> list[list[UnitSpec]]:
-    """Units by the place where they are gathered: the embedding, each block, the head, and the root."""
-    starts = ["embed", *(block.fqn for block in parts.plan.blocks), "head"]
-    layers: list[list[UnitSpec]] = [[] for _ in (*starts, "root")]
-    for unit in parts.units:
-        fqns = [each.fqn for each in unit.parameters]
-        places = (place for place, start in enumerate(starts) if fqns and all(n.startswith(f"{start}.") for n in fqns))
-        layers[next(places, -1)].append(unit)
-    return layers

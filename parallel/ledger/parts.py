@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 from torch import nn
@@ -25,9 +24,6 @@ _SPLIT: Mapping[TensorParallelStyle, int] = {
     "partial_colwise": 0,
     "partial_rowwise": 1,
 }
-
-ALIGNMENT_BYTES = 16
-"""FSDP1 lets each parameter of a flattened unit start at a multiple of this, in the dtype that is gathered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +145,8 @@ def _of_part(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) -> Mo
             members[within].append(replace(spec, ep=config.ep) if is_split else spec)
     kept = kept_unit(chosen, config.sharding)
     specs = [_unit_spec(unit, own, unit is kept, config) for unit, own in zip(units, members, strict=False)]
+    if flattens:
+        specs = _without_backward(specs)
     # The root is needed again as soon as backward starts.
     specs.append(UnitSpec(parameters=tuple(members[-1]), kept=True, gathered_again=False))
     return ModelParts(config=config, plan=plan, styles=styles, units=tuple(specs), whole=plan, pp_rank=0)
@@ -185,6 +183,12 @@ def _unit_spec(unit: Unit, own: Sequence[ParameterSpec], stays: bool, config: Pa
     return UnitSpec(parameters=tuple(own), kept=is_kept, gathered_again=needed and not is_kept)
 
 
+def _without_backward(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
+    """Flattened units as they are gathered again: those before the first trainable parameter have no backward."""
+    first = next((index for index, spec in enumerate(specs) if any(p.trainable for p in spec.parameters)), len(specs))
+    return [replace(spec, gathered_again=spec.gathered_again and index >= first) for index, spec in enumerate(specs)]
+
+
 def part(size: int, ranks: int, rank: int) -> int:
     """Rows of a rank where each takes as many as the first, as torch chunks: the last ones get less or none.
 
@@ -195,73 +199,6 @@ def part(size: int, ranks: int, rank: int) -> int:
     """
     rows = -(-size // ranks)
     return max(0, min(rows, size - rank * rows))
-
-
-def padded(shape: tuple[int, ...], ranks: int) -> int:
-    """Elements of a tensor whose rows are filled up to a multiple of the ranks.
-
-    Args:
-        shape: Size per dim.
-        ranks: Ranks that share the rows.
-    """
-    return -(-shape[0] // ranks) * ranks * prod(shape[1:])
-
-
-def unit_elements(parameters: Sequence[ParameterSpec], config: ParallelConfig, tp_rank: int) -> int:
-    """Elements of parameters that travel together, with all that fills them up.
-
-    Args:
-        parameters: Of one unit.
-        config: The layout with every degree resolved.
-        tp_rank: Place of the rank along `tp`.
-    """
-    shapes = [parameter.split(config.tp, tp_rank) for parameter in parameters]
-    if not TRAITS[config.data_parallel].flattens:
-        return sum(sent_elements(each, config, tp_rank) for each in parameters)
-    end = flat_ranges(parameters, config, tp_rank)[-1].stop if shapes else 0
-    return padded((end,), num_shards(config))
-
-
-def sent_elements(parameter: ParameterSpec, config: ParallelConfig, tp_rank: int) -> int:
-    """Elements that ranks gather of a parameter, with what fills up its rows.
-
-    Args:
-        parameter: Which.
-        config: The layout with every degree resolved.
-        tp_rank: Place of the rank along `tp`.
-    """
-    shape, shards = parameter.split(config.tp, tp_rank), num_shards(config) // parameter.ep
-    return prod(shape) if splits_columns(parameter, config, tp_rank) else padded(shape, shards)
-
-
-def splits_columns(parameter: ParameterSpec, config: ParallelConfig, tp_rank: int) -> bool:
-    """Whether the second dim is sharded: that of experts which are too few for their ranks.
-
-    Args:
-        parameter: Which.
-        config: The layout with every degree resolved.
-        tp_rank: Place of the rank along `tp`.
-    """
-    shape, shards = parameter.split(config.tp, tp_rank), num_shards(config) // parameter.ep
-    return parameter.ep > 1 and shape[0] % shards > 0 and shape[1] % shards == 0
-
-
-def flat_ranges(parameters: Sequence[ParameterSpec], config: ParallelConfig, tp_rank: int) -> list[range]:
-    """Where each parameter lies in its unit once that is flattened: each starts at an aligned address.
-
-    Args:
-        parameters: Of one unit.
-        config: The layout with every degree resolved.
-        tp_rank: Place of the rank along `tp`.
-    """
-    ranges: list[range] = []
-    end = 0
-    for parameter in parameters:
-        dtype = config.precision.compute_dtype or parameter.dtype
-        start = end + -end % (ALIGNMENT_BYTES // dtype.itemsize)
-        end = start + prod(parameter.split(config.tp, tp_rank))
-        ranges.append(range(start, end))
-    return ranges
 
 
 def num_shards(config: ParallelConfig) -> int:

@@ -6,17 +6,8 @@ from math import prod
 
 from parallel.config import ParallelConfig
 from parallel.ledger.live import LiveBytes
-from parallel.ledger.parts import (
-    ModelParts,
-    ParameterSpec,
-    UnitSpec,
-    flat_ranges,
-    is_unit_based,
-    num_shards,
-    part,
-    splits_columns,
-    unit_elements,
-)
+from parallel.ledger.padding import flat_ranges, splits_columns, unit_elements
+from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, is_unit_based, num_shards, part
 from parallel.traits import TRAITS
 
 ADAM_MOMENTS = 2

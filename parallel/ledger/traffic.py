@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from math import prod
 
 from parallel.gradients import SHARDING_VIEWS
-from parallel.ledger.parts import ModelParts, flat_ranges, num_shards, part, unit_elements
+from parallel.ledger.padding import flat_ranges, unit_elements
+from parallel.ledger.parts import ModelParts, num_shards, part
 from parallel.ledger.term import Channel, Term, channel
 from parallel.ledger.traffic_of_context_parallel import context_parallel_terms, whole_row_terms
 from parallel.ledger.traffic_of_expert_parallel import expert_parallel_terms

@@ -8,16 +8,8 @@ import torch
 
 from parallel.config import ParallelConfig
 from parallel.counter import Phase
-from parallel.ledger.parts import (
-    ModelParts,
-    ParameterSpec,
-    UnitSpec,
-    is_unit_based,
-    num_reductions,
-    num_shards,
-    padded,
-    unit_elements,
-)
+from parallel.ledger.padding import padded, unit_elements
+from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, is_unit_based, num_reductions, num_shards
 from parallel.ledger.term import Channel, Term, channel, elements
 from parallel.traits import TRAITS
 

@@ -5,7 +5,8 @@ from math import prod
 
 from parallel.config import ParallelConfig
 from parallel.ledger.block_sizes import itemsizes
-from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, is_unit_based, num_shards, unit_elements
+from parallel.ledger.padding import unit_elements
+from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, is_unit_based, num_shards
 from parallel.ledger.pieces import Memory
 from parallel.traits import TRAITS
 

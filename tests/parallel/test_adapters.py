@@ -223,6 +223,8 @@ TRAFFIC: dict[str, dict[str, Any]] = {
     "full_shard": {},
     "ddp": {"data_parallel": "ddp"},
     "zero1": {"data_parallel": "zero1"},
+    "fsdp1": {"data_parallel": "fsdp1"},
+    "fsdp1 shard_grad_op": {"data_parallel": "fsdp1", "strategy": "shard_grad_op"},
     "tp": {"tp": 2},
     "tp without sequence parallel": {"tp": 2, "sequence_parallel": False},
     "tp, recomputed": {"tp": 2, "activation_checkpointing": "full"},

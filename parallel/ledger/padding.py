@@ -1,0 +1,78 @@
+"""Counts the elements of parameters as they travel: rows filled up to a multiple of the ranks, flat ones aligned."""
+
+from collections.abc import Sequence
+from math import prod
+
+from parallel.config import ParallelConfig
+from parallel.ledger.parts import ParameterSpec, num_shards
+from parallel.traits import TRAITS
+
+ALIGNMENT_BYTES = 16
+"""FSDP1 lets each parameter of a flattened unit start at a multiple of this, in the dtype that is gathered."""
+
+
+def padded(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of a tensor whose rows are filled up to a multiple of the ranks.
+
+    Args:
+        shape: Size per dim.
+        ranks: Ranks that share the rows.
+    """
+    return -(-shape[0] // ranks) * ranks * prod(shape[1:])
+
+
+def unit_elements(parameters: Sequence[ParameterSpec], config: ParallelConfig, tp_rank: int) -> int:
+    """Elements of parameters that travel together, with all that fills them up.
+
+    Args:
+        parameters: Of one unit.
+        config: The layout with every degree resolved.
+        tp_rank: Place of the rank along `tp`.
+    """
+    shapes = [parameter.split(config.tp, tp_rank) for parameter in parameters]
+    if not TRAITS[config.data_parallel].flattens:
+        return sum(sent_elements(each, config, tp_rank) for each in parameters)
+    end = flat_ranges(parameters, config, tp_rank)[-1].stop if shapes else 0
+    return padded((end,), num_shards(config))
+
+
+def sent_elements(parameter: ParameterSpec, config: ParallelConfig, tp_rank: int) -> int:
+    """Elements that ranks gather of a parameter, with what fills up its rows.
+
+    Args:
+        parameter: Which.
+        config: The layout with every degree resolved.
+        tp_rank: Place of the rank along `tp`.
+    """
+    shape, shards = parameter.split(config.tp, tp_rank), num_shards(config) // parameter.ep
+    return prod(shape) if splits_columns(parameter, config, tp_rank) else padded(shape, shards)
+
+
+def splits_columns(parameter: ParameterSpec, config: ParallelConfig, tp_rank: int) -> bool:
+    """Whether the second dim is sharded: that of experts which are too few for their ranks.
+
+    Args:
+        parameter: Which.
+        config: The layout with every degree resolved.
+        tp_rank: Place of the rank along `tp`.
+    """
+    shape, shards = parameter.split(config.tp, tp_rank), num_shards(config) // parameter.ep
+    return parameter.ep > 1 and shape[0] % shards > 0 and shape[1] % shards == 0
+
+
+def flat_ranges(parameters: Sequence[ParameterSpec], config: ParallelConfig, tp_rank: int) -> list[range]:
+    """Where each parameter lies in its unit once that is flattened: each starts at an aligned address.
+
+    Args:
+        parameters: Of one unit.
+        config: The layout with every degree resolved.
+        tp_rank: Place of the rank along `tp`.
+    """
+    ranges: list[range] = []
+    end = 0
+    for parameter in parameters:
+        dtype = config.precision.compute_dtype or parameter.dtype
+        start = end + -end % (ALIGNMENT_BYTES // dtype.itemsize)
+        end = start + prod(parameter.split(config.tp, tp_rank))
+        ranges.append(range(start, end))
+    return ranges
