@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 # Private: no public collective can be traced by torch.compile and leaves the waiting to the first use.
 from torch.distributed._functional_collectives import all_to_all_single_autograd as all_to_all
+from torch.distributed._functional_collectives import wait_tensor
 
 from parallel.attention_kernels import attend, attend_backward
 from parallel.sequence_cut import SequenceCut
@@ -137,7 +138,9 @@ class _RingAttention(torch.autograd.Function):
                 old_weight, new_weight = ((each - both).exp().unsqueeze(-1) for each in (lse[rows], new_lse))
                 out[rows] = out[rows] * old_weight + new_out * new_weight
                 lse[rows] = both
-            kv = arriving
+            # Also where recomputation has taken what `attend` gives from a store: nothing else would wait for what was
+            # sent, and torch keeps that until somebody does.
+            kv = wait_tensor(arriving)
         out = out.to(q.dtype)
         ctx.save_for_backward(q_BSHK, k_BSGK, v_BSGK, out, lse, *masks)
         ctx.ring = ring

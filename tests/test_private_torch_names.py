@@ -34,6 +34,12 @@ TESTED = {
     "torch.distributed._functional_collectives.all_to_all_single_autograd": (
         "tests/parallel/test_context_parallel.py::test_a_step_sends_what_the_method_says"
     ),
+    "torch.distributed._functional_collectives.wait_tensor": (
+        "tests/parallel/test_context_parallel.py::test_no_memory_is_left_behind_by_a_step"
+    ),
+    "torch.distributed._symmetric_memory.enable_symm_mem_for_group": (
+        "tests/parallel/test_async_tensor_parallel.py::test_torch_still_has_the_private_names_that_switch_it_on"
+    ),
     "torch.distributed.distributed_c10d._resolve_process_group": COUNTS,
     "torch.distributed.fsdp._runtime_utils._reshard": (
         "tests/parallel/test_fsdp1.py::test_an_evaluation_between_gradients_and_step_leaves_no_stale_parameters"
@@ -45,6 +51,12 @@ TESTED = {
         "tests/parallel/test_fsdp1.py::test_a_rank_s_ranges_make_up_the_model_under_the_names_of_its_author"
     ),
     "torch.ops._c10d_functional": ROWS,
+    "torch.ops.profiler._record_function_enter_new.default": (
+        "tests/parallel/test_expert_parallel.py::test_a_layer_exchanges_three_times_forward_and_twice_backward"
+    ),
+    "torch.ops.profiler._record_function_exit._RecordFunction": (
+        "tests/parallel/test_expert_parallel.py::test_a_layer_exchanges_three_times_forward_and_twice_backward"
+    ),
     "torch.testing._internal.distributed.fake_pg.FakeStore": (
         "tests/recipes/test_ready_recipes.py::test_a_rank_of_the_full_world_holds_its_share_to_the_byte"
     ),

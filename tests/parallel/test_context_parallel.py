@@ -1,5 +1,6 @@
 """Sequences that ranks share: logits, losses, what a step sends, checkpoints, and what is refused."""
 
+import gc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from models.llama.model import Llama
 from models.llama.plan import llama_plan
 from parallel import Batch, CollectiveCounter, ParallelConfig, build_mesh, parallelize
 from parallel.layout import check_layout, check_sequence_length
+from parallel.ledger.trace import MemoryMeter
 from tests.models.moe import small_moe
 from tests.parallel.layout_rows import DENSE
 from tests.parallel.small_model import (
@@ -222,3 +224,24 @@ def test_one_key_value_head_serves_the_query_heads_of_every_rank() -> None:
     reference = run_ranks(1, repeated_heads, ONE)[0]
     for found in run_ranks(2, repeated_heads, cp("ulysses")):
         assert difference(found, reference) < 1e-13
+
+
+def live_bytes_after(layout: dict[str, Any], steps: tuple[int, ...]) -> list[int]:
+    """Bytes of all tensors made by steps that there still are after so many of them."""
+    trained = build(ParallelConfig(**layout))
+    meter, found = MemoryMeter(trained.mesh.device), []
+    with meter:
+        for step in range(max(steps)):
+            trained.forward_backward(batches(trained.mesh, 0, 2))
+            if step + 1 in steps:
+                gc.collect()
+                found.append(meter.live_bytes)
+    return found
+
+
+@pytest.mark.parametrize("recomputed", ["none", "selective"])
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
+def test_no_memory_is_left_behind_by_a_step(method: str, recomputed: str) -> None:
+    layout = {"cp": 2, "cp_method": method, "activation_checkpointing": recomputed}
+    for early, late in run_ranks(2, live_bytes_after, layout, (2, 5)):
+        assert early == late
