@@ -54,6 +54,8 @@ class Measured(NamedTuple):
 def tune(model: str, plans: Sequence[Plan], steps: int, file: Path) -> list[Measured]:
     """Measures plans, those that a file remembers excepted; the fastest first, those that failed last.
 
+    A plan that fails is not remembered, and runs again when it is next asked for.
+
     Args:
         model: Name of the model.
         plans: What to run; each on as many ranks of this machine as it plans for.
@@ -70,14 +72,18 @@ def tune(model: str, plans: Sequence[Plan], steps: int, file: Path) -> list[Meas
     for plan in plans:
         recipe = plan_recipe(model, plan)
         key = _key(recipe, plan)
-        is_known = key in known
-        if not is_known:
-            outcome = run_job(measure_steps, recipe, steps, num_processes=plan.request.num_gpus, limit_s=LIMIT_S)
-            step_s, peak = outcome.value if outcome.failure is None else (None, None)
-            known[key] = {"step_s": step_s, "peak_bytes": peak, "failure": outcome.failure}
-            _write(file, known)
-        values = known[key]
-        found.append(Measured(plan, values["step_s"], values["peak_bytes"], values["failure"], is_known))
+        if key in known:
+            found.append(Measured(plan, known[key]["step_s"], known[key]["peak_bytes"], None, True))
+            continue
+        outcome = run_job(measure_steps, recipe, steps, num_processes=plan.request.num_gpus, limit_s=LIMIT_S)
+        if outcome.failure is not None:
+            # Not remembered: a run that a loaded machine fails, as by time, may succeed another day.
+            found.append(Measured(plan, None, None, outcome.failure, False))
+            continue
+        step_s, peak = outcome.value
+        known[key] = {"step_s": step_s, "peak_bytes": peak}
+        _write(file, known)
+        found.append(Measured(plan, step_s, peak, None, False))
     return sorted(found, key=lambda each: each.step_s if each.step_s is not None else float("inf"))
 
 
@@ -148,12 +154,12 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     try:
         known = json.loads(file.read_text(encoding="utf-8"))
-        complete = all({"step_s", "peak_bytes", "failure"} <= set(each) for each in known.values())
+        complete = all({"step_s", "peak_bytes"} <= set(each) for each in known.values())
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"{str(file)!r} holds no measurements ({error}); remove it") from error
     if not complete:
         raise ValueError(f"{str(file)!r} holds incomplete measurements; remove it")
-    return dict(known)
+    return {key: each for key, each in known.items() if each["step_s"] is not None}
 
 
 def _write(file: Path, known: dict[str, Any]) -> None:

@@ -31,10 +31,10 @@ def plans() -> tuple[Plan, ...]:
     return search(request, most=3).plans
 
 
-def test_the_pick_is_by_measurement_and_what_was_measured_is_remembered(
+def test_the_pick_is_by_measurement_which_is_remembered_while_a_failure_runs_again(
     plans: tuple[Plan, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = iter([3.0, 1.0, None])
+    times = iter([3.0, 1.0, None, 2.0])
     calls = []
 
     def run_job(function: object, *args: object, num_processes: int, limit_s: float) -> Outcome:
@@ -50,8 +50,24 @@ def test_the_pick_is_by_measurement_and_what_was_measured_is_remembered(
     assert [each.plan for each in measured] == [plans[1], plans[0], plans[2]]
     assert measured[-1].failure == "out of memory"
     again = tuning.tune("debug", plans, 3, file)
-    assert [(each.step_s, each.remembered) for each in again] == [(1.0, True), (3.0, True), (None, True)]
-    assert calls == [2, 2, 2]
+    assert [(each.step_s, each.remembered) for each in again] == [(1.0, True), (2.0, False), (3.0, True)]
+    assert [each.failure for each in again] == [None] * 3
+    assert calls == [2, 2, 2, 2]
+    third = tuning.tune("debug", plans, 3, file)
+    assert [(each.step_s, each.remembered) for each in third] == [(1.0, True), (2.0, True), (3.0, True)]
+
+
+def test_a_failure_in_the_file_is_measured_again(
+    plans: tuple[Plan, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = Outcome(value=(2.0, 5), failure=None, warnings=(), time_s=1.0)
+    monkeypatch.setattr(tuning, "run_job", lambda *args, **options: outcome)
+    file = tmp_path / "tuned.json"
+    tuning.tune("debug", plans[:1], 3, file)
+    failed = {key: {"step_s": None, "peak_bytes": None} for key in json.loads(file.read_text())}
+    file.write_text(json.dumps(failed))
+    (measured,) = tuning.tune("debug", plans[:1], 3, file)
+    assert (measured.step_s, measured.remembered) == (2.0, False)
 
 
 @pytest.mark.parametrize("text", ["no json", "[1]", '{"a": {}}', '{"a": 1}'])
