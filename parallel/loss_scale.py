@@ -38,8 +38,17 @@ class LossScale:
 
         Args:
             overflowed: Whether any gradient on any rank was not finite.
+
+        Raises:
+            FloatingPointError: If one was not although the scale is 1, so that no smaller scale would help.
         """
         if overflowed:
+            if self.value == 1.0:
+                raise FloatingPointError(
+                    "gradients are not finite although the loss scale is down at 1: the run has diverged, or the model "
+                    "overflows float16 by itself; go on from an earlier checkpoint with a lower learning rate, or "
+                    "compute in bfloat16 (precision.compute='bfloat16')"
+                )
             # Below 1 gradients would vanish that overflow for another reason.
             self.value = max(1.0, self.value * self._config.backoff)
             self.num_good_steps = 0
@@ -97,6 +106,9 @@ def unscale_or_skip(trained: "Trained") -> bool:
 
     Returns:
         Whether the step is skipped: then no parameter has a gradient.
+
+    Raises:
+        FloatingPointError: On every rank, if gradients are not finite although the scale is 1.
     """
     scale = trained.loss_scale
     if scale is None:
@@ -106,9 +118,7 @@ def unscale_or_skip(trained: "Trained") -> bool:
     held = [each for each in local if each.numel()]
     # An infinity norm is not finite exactly if any element is not.
     finite = get_total_norm(held, math.inf).isfinite() if held else torch.tensor(True)
-    overflowed = (~finite).to(trained.mesh.device, torch.int32)
-    dist.all_reduce(overflowed, dist.ReduceOp.MAX)
-    skipped = bool(overflowed.item())
+    skipped = _on_any_rank((~finite).to(trained.mesh.device, torch.int32))
     if skipped:
         for parameter in parameters:
             parameter.grad = None
@@ -117,3 +127,9 @@ def unscale_or_skip(trained: "Trained") -> bool:
             each.mul_(1.0 / scale.value)
     scale.update(overflowed=skipped)
     return skipped
+
+
+def _on_any_rank(flag: torch.Tensor) -> bool:
+    """Whether a flag, an int32 scalar, is set on any rank of the job."""
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())

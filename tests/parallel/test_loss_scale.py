@@ -156,11 +156,30 @@ def _shrink(_module: nn.Module, inputs: Any, _outputs: Any) -> tuple[Tensor, ...
 def test_the_scale_grows_after_a_row_of_good_steps_and_backs_off_at_once() -> None:
     scale = LossScale(LossScaling(initial=8.0, growth=4.0, growth_interval=3, backoff=0.25))
     seen = []
-    for overflowed in (False, False, False, True, False, False, True, True, True, False, False, False):
+    for overflowed in (False, False, False, True, False, False, True, True, False, False, False):
         scale.update(overflowed=overflowed)
         seen.append(scale.value)
-    assert seen == [8, 8, 32, 8, 8, 8, 2, 1, 1, 1, 1, 4]
-    assert scale.num_skipped == 4
+    assert seen == [8, 8, 32, 8, 8, 8, 2, 1, 1, 1, 4]
+    assert scale.num_skipped == 3
+
+
+def test_an_overflow_that_no_smaller_scale_can_prevent_is_an_error_on_all_ranks() -> None:
+    for said, no_gradient in run_ranks(2, diverge, half({}, initial=2.0)):
+        assert said.startswith("gradients are not finite although the loss scale is down at 1")
+        assert "lower learning rate" in said
+        assert no_gradient
+
+
+def diverge(config: ParallelConfig) -> tuple[str, bool]:
+    """Weights of the last rank are infinite: one step is skipped at scale 2, the next one is at 1."""
+    trained = small(config)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        with torch.no_grad():
+            local_part(trained.named_parameters()["norm.weight"])[:] = torch.inf
+    assert trained.forward_backward(micro_batches(trained)).skipped
+    with pytest.raises(FloatingPointError) as failure:
+        trained.forward_backward(micro_batches(trained, 1))
+    return str(failure.value), all(each.grad is None for each in trained.named_parameters().values())
 
 
 def test_scale_and_counters_are_restored_exactly_and_the_run_goes_on_bitwise(tmp_path: Path) -> None:
