@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
-ROWS = "tests/parallel/test_parallelize.py::test_a_layout_that_must_train_takes_a_step_like_one_process"
+ROWS = "tests/parallel/test_parallelize.py::test_a_layout_that_must_train_takes_steps_like_one_process"
 DRY = "tests/recipes/test_ledger.py::test_a_step_without_values_is_the_real_step"
 COUNTS = "tests/parallel/test_collectives.py::test_a_step_sends_what_its_layout_says"
 
