@@ -3,14 +3,16 @@
 import hashlib
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
+import xxhash
 from torch import nn
 
 from checkpoint import TrainState, read_manifest
 from checkpoint.canonical import MODEL_PREFIX
-from checkpoint.hub.folder import CONFIG_NAME, is_hub_folder, open_hub_folder
+from checkpoint.hub.folder import CONFIG_NAME, HubFolder, is_hub_folder, open_hub_folder
 from checkpoint.manifest import MANIFEST_NAME, Manifest
 from models.layers.lora import is_of_adapter
 from parallel import Mesh, Trained
@@ -18,6 +20,9 @@ from parallel.backend import Backend
 
 BASE = "base"
 """Name of a run's `AdapterBase` among what is stateful."""
+READERS = 4
+"""Files of a Hugging Face folder that are hashed at a time, of which each is read in parts."""
+READ_BYTES = 4 << 20
 
 
 class PartOf:
@@ -84,7 +89,7 @@ class AdapterBase:
 
     Attributes:
         path: One checkpoint, or a Hugging Face folder.
-        digest: Hash of its table of contents.
+        digest: Hash that tells all of its values.
     """
 
     path: str
@@ -92,7 +97,7 @@ class AdapterBase:
 
     @classmethod
     def at(cls, path: str) -> "AdapterBase":
-        """Reads the table of contents of a base.
+        """Reads the table of contents of a checkpoint, or all of a Hugging Face folder, some MiB at a time.
 
         Args:
             path: One checkpoint, or a Hugging Face folder.
@@ -133,39 +138,77 @@ def holds(manifest: Manifest) -> tuple[bool, bool]:
     return False in kinds, True in kinds
 
 
-def base_path(path: str, named: str | None = None) -> str:
-    """Where the base of a checkpoint lies: in itself, where it is named in it, or at another place if that is the same.
+def find_base(path: str, named: str | None = None) -> AdapterBase | None:
+    """The base of a checkpoint of adapters alone: where it is named in it, or at another place if that is the same.
+
+    One rank asks for all of them, as a Hugging Face folder is read as a whole.
 
     Args:
         path: One checkpoint, or a Hugging Face folder.
         named: Where else to look: one checkpoint, or such a folder.
 
+    Returns:
+        The base; None: it is in the checkpoint itself.
+
     Raises:
-        ValueError: If the checkpoint holds adapters alone and their base is at neither place.
+        ValueError: If the base is at neither place.
     """
     if is_hub_folder(path):
-        return path
+        return None
     manifest = read_manifest(path)
     if holds(manifest)[0]:
-        return path
+        return None
     saved = manifest.header.stateful.get(BASE)
     if saved is None:
         raise ValueError(f"{path} holds adapters and does not say of which base; it is none of recipes.train")
     for each in (saved["path"], named):
-        if each is not None and os.path.isdir(each) and _digest(each) == saved["digest"]:
-            return str(each)
+        if each is not None and _has_digest(each, saved["digest"]):
+            return AdapterBase(os.path.abspath(each), saved["digest"])
     raise ValueError(
         f"{path} holds adapters alone, and their base is not at {saved['path']}"
         f"{f', nor is it {named}' if named else ''}; put it back, or name it as training.init_from"
     )
 
 
+def base_path(path: str) -> str:
+    """Where the base of a checkpoint lies: in itself, or where it says.
+
+    Args:
+        path: One checkpoint, or a Hugging Face folder.
+
+    Raises:
+        ValueError: If the checkpoint holds adapters alone and their base is not where it says.
+    """
+    found = find_base(path)
+    return path if found is None else found.path
+
+
+def _has_digest(path: str, digest: str) -> bool:
+    """Whether a base lies at a path, where there may be anything."""
+    try:
+        return os.path.isdir(path) and _digest(path) == digest
+    except (OSError, ValueError):
+        return False
+
+
 def _digest(path: str) -> str:
-    """A hash of a manifest, which tells all values; of a Hugging Face folder that of its config, names and sizes."""
+    """A hash of a manifest, which tells all values; of a Hugging Face folder one of its config and all its files."""
     if not is_hub_folder(path):
         with open(os.path.join(path, MANIFEST_NAME), "rb") as file:
             return hashlib.sha256(file.read()).hexdigest()
     with open(os.path.join(path, CONFIG_NAME), "rb") as file:
         config = file.read()
-    files = sorted(open_hub_folder(path).files.items())
+    folder = open_hub_folder(path)
+    names = sorted(folder.files)
+    with ThreadPoolExecutor(READERS) as readers:
+        files = list(zip(names, readers.map(lambda name: _file_digest(folder, name), names), strict=True))
     return hashlib.sha256(config + repr(files).encode()).hexdigest()
+
+
+def _file_digest(folder: HubFolder, name: str) -> str:
+    """A hash of a file, header and values."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
+    with os.fdopen(folder.open(name), "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()

@@ -43,7 +43,7 @@ class MergedSource:
         }
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A part of a parameter, on the CPU."""
+        """A part of a parameter, on the CPU; sums are rounded to the dtype of the base once."""
         values = self._base.read(name, box)
         a, b = (f"{name.removesuffix('.weight')}.{ADAPTER}.{matrix}.weight" for matrix in "ab")
         if a not in self._adapters.tensors:
@@ -52,7 +52,9 @@ class MergedSource:
         rank = self._adapters.tensors[a][1][0]
         b_OR = self._adapters.read(b, Box(offsets=(rows, 0), sizes=(num_rows, rank)))
         a_RI = self._adapters.read(a, Box(offsets=(0, columns), sizes=(rank, num_columns)))
-        return values.add_((b_OR @ a_RI).to(values.dtype), alpha=self._scale)
+        wide = torch.promote_types(torch.promote_types(values.dtype, b_OR.dtype), torch.float32)
+        delta_OI = b_OR.to(wide) @ a_RI.to(wide)
+        return values.to(wide).add_(delta_OI, alpha=self._scale).to(values.dtype)
 
 
 def model_source(path: str | os.PathLike[str]) -> Source:

@@ -8,6 +8,7 @@ from checkpoint.canonical import MODEL_PREFIX
 from checkpoint.hub.folder import is_hub_folder
 from checkpoint.hub.load import load_hub
 from checkpoint.manifest import MANIFEST_NAME
+from checkpoint.ranks import Ranks
 from parallel import ParallelConfig, Trained, build_mesh
 from parallel.materialize import allocate
 from recipes.adapters import PartOf, adapters_of, base_of, base_path, holds
@@ -103,7 +104,8 @@ def load_weights(path: str, trained: Trained, recipe: Recipe) -> None:
     refuse_other_model(found, recipe)
     has_base, has_adapters = _holds(found)
     if recipe.lora.rank and not (has_base and has_adapters):
-        load_base(base_path(found), trained, recipe)
+        at = Ranks().on_coordinator("find the base of the adapters", lambda: base_path(found))
+        load_base(at, trained, recipe)
         if has_adapters:
             _load_parameters(found, adapters_of(trained), recipe)
         return

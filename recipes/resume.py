@@ -15,7 +15,7 @@ from checkpoint.steps import STEP_NAME, step_name
 from models.layers.lora import is_of_adapter
 from parallel import Trained, materialize
 from parallel.materialize import allocate
-from recipes.adapters import AdapterBase, adapters_of_state, base_path
+from recipes.adapters import AdapterBase, adapters_of_state, find_base
 from recipes.from_checkpoint import find_checkpoint, in_one_line, load_base, load_weights, refuse_other_model
 from recipes.recipe import Recipe, changed_fields
 
@@ -73,7 +73,8 @@ class Start:
             elsewhere = (
                 find_checkpoint(named) if own is not None and named is not None and os.path.isdir(named) else None
             )
-            return AdapterBase.at(base_path(str(own or weights), elsewhere))
+            path = str(own or weights)
+            return find_base(path, elsewhere) or AdapterBase.at(path)
 
         return cls(own=own, weights=weights, base=ranks.on_coordinator("find the base of the adapters", base))
 

@@ -9,16 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from checkpoint import latest, read_manifest
 from checkpoint.boxes import Box, whole
+from checkpoint.manifest import Header
+from checkpoint.offline import write_checkpoint
 from checkpoint.sources import CheckpointSource
 from models.layers.lora import LoraConfig, is_of_adapter
 from parallel import ParallelConfig
+from recipes.adapters import AdapterBase, base_path, find_base
 from recipes.checkpoints.convert import ExportHf
 from recipes.command import parse_train
 from recipes.evaluate import EvaluateCommand, evaluate
-from recipes.export import export_hub, model_source
+from recipes.export import MergedSource, export_hub, model_source
 from recipes.from_checkpoint import find_checkpoint, recipe_of
 from recipes.generate import GenerateCommand, generate
 from recipes.recipe import Recipe
@@ -226,3 +231,77 @@ def test_base_and_adapters_of_a_merged_checkpoint_are_read_part_by_part(base: Re
     expected = own + LORA.scale * up @ low
     box = Box((3, 5), (7, 11))
     assert torch.allclose(merged.read(name, box), expected[3:10, 5:16], rtol=0, atol=1e-14)
+
+
+class Tensors:
+    """Tensors in memory, as a source."""
+
+    def __init__(self, **values: Tensor) -> None:
+        self._values = {f"model.{name.replace('__', '.')}": each for name, each in values.items()}
+
+    @property
+    def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {name: (each.dtype, tuple(each.shape)) for name, each in self._values.items()}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        ((row, column), (num_rows, num_columns)) = box.offsets, box.sizes
+        return self._values[name][row : row + num_rows, column : column + num_columns].clone()
+
+
+def hub_folder(path: Path, *, last: float = 1.0) -> str:
+    """Two tensors in two files, of more than one part that is read at a time; the last value of all is given."""
+    path.mkdir()
+    first, second = torch.ones(8, 8), torch.ones(1100, 1024)
+    second[-1, -1] = last
+    save_file({"a": first}, path / "one.safetensors")
+    save_file({"b": second}, path / "two.safetensors")
+    (path / "config.json").write_text('{"model_type": "any"}')
+    index = {"metadata": {}, "weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return str(path)
+
+
+def adapters_alone(folder: Path, base: AdapterBase) -> str:
+    """A checkpoint of one adapter that names its base."""
+    adapters = Tensors(x__adapter__a__weight=torch.ones(2, 4), x__adapter__b__weight=torch.ones(4, 2))
+    header = Header(step=1, num_tokens=0, world_size=1, stateful={"base": dict(base.state_dict())})
+    return str(write_checkpoint(folder, adapters, header))
+
+
+def test_a_hugging_face_base_of_the_same_sizes_with_another_value_is_refused(tmp_path: Path) -> None:
+    base = AdapterBase.at(hub_folder(tmp_path / "hf"))
+    path = adapters_alone(tmp_path / "tuned", base)
+    assert base_path(path) == base.path
+    (tmp_path / "hf").rename(tmp_path / "moved")
+    moved, other = str(tmp_path / "moved"), hub_folder(tmp_path / "hf", last=1.5)
+    with pytest.raises(ValueError, match="and their base is not at"):
+        base_path(path)
+    with pytest.raises(ValueError, match="trained on another base"):
+        AdapterBase.at(other).load_state_dict(base.state_dict())
+    assert find_base(path, moved) == AdapterBase.at(moved)
+
+
+@pytest.mark.parametrize("damage", ["nothing in it", "no safetensors file"])
+def test_a_base_that_is_named_serves_where_the_saved_place_holds_no_model(tmp_path: Path, damage: str) -> None:
+    base = AdapterBase.at(hub_folder(tmp_path / "hf"))
+    path = adapters_alone(tmp_path / "tuned", base)
+    moved = shutil.copytree(tmp_path / "hf", tmp_path / "moved")
+    if damage == "nothing in it":
+        shutil.rmtree(base.path)
+        Path(base.path).mkdir()
+    else:
+        (Path(base.path) / "one.safetensors").write_bytes(b"none")
+    found = find_base(path, str(moved))
+    assert found is not None
+    assert found.path == str(moved)
+    with pytest.raises(ValueError, match="and their base is not at"):
+        find_base(path)
+
+
+def test_a_narrow_base_is_rounded_once_when_adapters_are_merged() -> None:
+    torch.manual_seed(0)
+    own, up, low = torch.randn(32, 16).bfloat16(), torch.randn(32, 4), torch.randn(4, 16)
+    adapters = Tensors(x__adapter__a__weight=low, x__adapter__b__weight=up)
+    merged = MergedSource(Tensors(x__weight=own), adapters, LORA).read("model.x.weight", whole((32, 16)))
+    exact = (own.double() + LORA.scale * up.double() @ low.double()).float()
+    assert torch.equal(merged, exact.bfloat16())
