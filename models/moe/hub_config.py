@@ -85,7 +85,10 @@ def to_hub_config(config: MoeConfig) -> dict[str, Any]:
     }
     named = [f"{name}={getattr(config, name)!r}" for name, is_refused in refused.items() if is_refused]
     if named:
-        raise ValueError(f"{_CLASSES[kind]} cannot say {', '.join(named)}, so that the model cannot be exported")
+        raise ValueError(
+            f"{_CLASSES[kind]} cannot say {', '.join(named)}, so that the model cannot be exported; one that "
+            "is to be must be trained with the defaults of these fields"
+        )
     num_sparse = config.num_layers - len(config.dense_layers)
     values = dense_to_hub_config(config) | {
         "model_type": kind,
