@@ -5,13 +5,14 @@ import hashlib
 import torch
 from torch import nn
 
-from parallel.activation_checkpoint import apply_activation_checkpointing, keeps_attention
+from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.async_tensor_parallel import (
     OPTIONS,
     check_async_tensor_parallel,
     enable_async_tensor_parallel,
 )
 from parallel.backend import Backend
+from parallel.block_rules import check_ops, sees_whole_blocks
 from parallel.compile import apply_compile, check_compiler, leave_uncompiled
 from parallel.config import ParallelConfig
 from parallel.context_parallel import apply_context_parallel, check_context_parallel
@@ -31,7 +32,6 @@ from parallel.replicas import differ_between_ranks, hash_bits
 from parallel.stages import check_cut, check_trainable, cut, keep_part, part_of_plan, untie
 from parallel.tensor_parallel import apply_tensor_parallel, check_styles, tie
 from parallel.trained import Trained
-from parallel.traits import TRAITS
 from parallel.units import choose_units
 from parallel.zero1 import Zero1
 
@@ -124,18 +124,8 @@ def _check_blocks(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Pa
     """Refuses what cannot be done to blocks."""
     if config.compile:
         check_compiler(mesh.device.type)
-    selective, policy = config.activation_checkpointing == "selective", config.activation_checkpoint_policy
-    if config.compile and selective and config.tp > 1 and not keeps_attention(policy):
-        raise ValueError(
-            f"activation_checkpoint_policy={policy!r} computes attention again, which torch 2.13 cannot compile under "
-            f"tp={config.tp}; use activation_checkpointing='full', a policy that keeps attention, or compile=False"
-        )
-    if config.compile and selective and any(block.has_experts for block in plan.blocks):
-        raise ValueError(
-            "activation_checkpointing='selective' with compile=True chooses among the ops of one graph, which blocks "
-            "with experts leave for the exchange of rows; use activation_checkpointing='full', or compile=False"
-        )
-    if not TRAITS[config.data_parallel].shards or not (config.compile or selective):
+    check_ops(config, has_experts=any(block.has_experts for block in plan.blocks))
+    if not sees_whole_blocks(config, config.activation_checkpointing):
         return
     starts = tuple(f"{block.fqn}." for block in plan.blocks)
     fqns = [fqn for unit in choose_units(model, plan, config.sharding) for fqn in unit.modules]

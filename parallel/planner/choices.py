@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+from parallel.block_rules import sees_whole_blocks
 from parallel.config import Units
 from parallel.planner.candidate import BUCKET_CAP_MB, PLAIN, Candidate, Options, Reduce, Request
 from parallel.planner.costs import ModelCosts
@@ -42,7 +43,7 @@ def choices(request: Request, costs: ModelCosts, candidate: Candidate) -> tuple[
     if config.pp > 1 or ranks == 1 or config.resolved_strategy == "no_shard":
         # Units are gathered once a step, or never.
         return _of_units((("block", 0),), (None,), (0,), reduces)
-    by_graph = config.compile or candidate.recompute.checkpointing == "selective"
+    by_graph = sees_whole_blocks(config, candidate.recompute.checkpointing)
     attention = 2 * costs.width * (costs.query_width + costs.kv_width)
     units: tuple[tuple[Units, int], ...] = (("block", 0), ("model", 0), *(() if by_graph else (("size", attention),)))
     groups: tuple[int | None, ...] = (None,)

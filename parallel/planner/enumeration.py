@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, get_args
 
+from parallel.block_rules import breaks_graph
 from parallel.config import (
     ContextParallelMethod,
     DataParallel,
@@ -123,7 +124,8 @@ def candidates(request: Request, config: ParallelConfig, micro_batch: int) -> tu
     if config.schedule is not None and not runs(config.schedule, config.pp, times):
         return ()
     # Where a block is no one graph, or is gone through twice, no policy can choose among its ops.
-    in_parts = traits_of(config).splits_backward or (config.compile and request.shape.num_experts > 0)
+    has_experts = request.shape.num_experts > 0
+    in_parts = traits_of(config).splits_backward or breaks_graph(config, has_experts=has_experts)
     recomputes = (KEEP_ALL, KEEP_INPUT) if in_parts else RECOMPUTES
     return tuple(
         tuple(Candidate(config, each, when, micro_batch, times) for each in recomputes)

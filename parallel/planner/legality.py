@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from parallel.block_rules import check_ops, sees_whole_blocks
 from parallel.config import ParallelConfig, Schedule
 from parallel.layout import check_layout, check_sequence_length
 from parallel.parallelize import BACKENDS
@@ -28,9 +29,10 @@ def is_legal_layout(config: ParallelConfig, shape: ModelShape, sequence_length: 
         check_layout(config, shape)
         check_sequence_length(config, sequence_length, shape)
         _check_backend(config, shape, device)
-        _check_blocks(config, shape)
+        check_ops(config, has_experts=shape.num_experts > 0)
 
-    return is_legal(check)
+    within_blocks = config.sharding.units == "size" and sees_whole_blocks(config, config.activation_checkpointing)
+    return not within_blocks and is_legal(check)
 
 
 def is_legal(check: Callable[[], None]) -> bool:
@@ -65,14 +67,6 @@ def _check_backend(config: ParallelConfig, shape: ModelShape, device: str) -> No
     mesh: Any = SimpleNamespace(
         device=torch.device(device), degree=lambda view: degrees.get(view) or getattr(config, view), config=config
     )
-    tied = (("embed.weight", "head.weight"),) if shape.tied_embeddings else ()
+    # There is no model whose parameters had names; backends ask no more than whether some are tied.
+    tied = (("tied_embeddings",),) if shape.tied_embeddings else ()
     BACKENDS[config.data_parallel]().check(mesh, config, ParallelPlan(shape=shape, tied=tied))
-
-
-def _check_blocks(config: ParallelConfig, shape: ModelShape) -> None:
-    """What `parallelize` refuses once it sees the modules of a model."""
-    selective = config.activation_checkpointing == "selective"
-    if config.compile and selective and shape.num_experts:
-        raise ValueError("blocks with experts are not one graph, among whose ops a policy could choose")
-    if (config.compile or selective) and config.sharding.units == "size":
-        raise ValueError("sharding units lie within blocks")
