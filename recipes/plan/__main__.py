@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.planner.candidate import Request
-from parallel.planner.claims import as_markdown, claims
+from parallel.planner.claim import as_markdown
+from parallel.planner.claims import claims
 from parallel.planner.explain import refusal
 from parallel.planner.guide import walk
 from parallel.planner.hardware import read_gpus

@@ -1,11 +1,14 @@
 """Figures of tutorials: those that hold, those that do not, and what would have to be true of them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import parallel.planner
-from parallel.planner.claims import Claim, as_markdown, claims
+from parallel.planner.claim import Claim, as_markdown
+from parallel.planner.claims import claims, of_bfloat16, of_more_gpus
+from parallel.planner.claims_of_memory import of_fits, of_stages, of_states
 from parallel.planner.claims_of_scaling import TRAFFIC_SHARES, communication_share, needed_bandwidth, speedups
 from parallel.planner.hardware import find_gpu
 from recipes.plan.models import find_shape
@@ -27,6 +30,24 @@ def test_112_gb_over_n_and_headroom_of_the_peak_hold_and_nothing_else(found: tup
     assert len(found) == 12
     assert [words.split(" ")[0] for words in said] == ["7B", "leave"]
     assert "112/14/3.5/1.75" in said[0]
+
+
+def test_what_holds_changes_with_what_is_asked() -> None:
+    assert [each.holds for each in of_states(7e9)] == [True, False]
+    assert [each.holds for each in of_states(3.5e9)] == [False, True]
+    assert [of_stages(ranks).holds for ranks in ((2, 8, 64), (2,), (3,))] == [False, False, True]
+    assert of_more_gpus(find_shape, few=256, many=8).holds
+    assert [each.holds for each in of_fits(lambda _: find_shape("llama2-7b"))] == [True, True]
+
+
+def test_bfloat16_doubles_the_speed_where_float32_runs_at_half_its_peak() -> None:
+    gpu = find_gpu("a100-80gb")
+    peak = gpu.peak_tflops["bfloat16"]
+    found = [
+        of_bfloat16(find_shape, replace(gpu, peak_tflops={"bfloat16": peak, "float32": peak / part})).holds
+        for part in (1, 2, 16)
+    ]
+    assert found == [False, True, False]
 
 
 def test_56_gb_over_n_is_8_bytes_a_parameter_where_adamw_has_16(found: tuple[Claim, ...]) -> None:
