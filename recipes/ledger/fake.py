@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from parallel import Batch, Mesh, Trained, build_mesh, step
+from parallel import Batch, Mesh, Trained, build_mesh, loss_scale, step
 from parallel.ledger.parts import num_reductions
 from parallel.materialize import allocate
 from parallel.traits import TRAITS
@@ -120,9 +120,15 @@ def _without_values(recipe: Recipe) -> Iterator[None]:
         dist.all_reduce(torch.stack(losses).sum(dtype=torch.float64), group=trained.mesh.group("loss"))
         return step.StepResult(loss_sum=float("nan"), num_valid_tokens=num_valid_tokens)
 
+    def on_no_rank(flag: Tensor) -> bool:
+        """Ranks agree on whether a step overflowed, and it did not."""
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return False
+
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(step, "_agree_on_tokens", agree_on_real_tokens))
         stack.enter_context(mock.patch.object(step, "_total", total))
+        stack.enter_context(mock.patch.object(loss_scale, "_on_any_rank", on_no_rank))
         if hasattr(PipelineStage, "_warmup_backward_result"):
             # Before its first step a schedule asks all stages whether they know their shapes, as they do here.
             yes = mock.Mock(item=lambda: 1)

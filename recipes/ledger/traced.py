@@ -82,6 +82,9 @@ class TracedRun:
         """
         self._recipe, self._mode = recipe, mode or nullcontext()
         self.trained = build_model(recipe, mesh)
+        if self.trained.loss_scale is not None:
+            # A step that overflows is skipped, and an optimizer that took none has no state.
+            self.trained.loss_scale.value = 1.0
         for module in self.trained.source.modules():
             if isinstance(module, AllGatherCore):
                 module.causal_mask = _unseen(module.causal_mask)

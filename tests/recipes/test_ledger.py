@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from parallel import ParallelConfig, Precision
+from parallel import LossScaling, ParallelConfig, Precision
 from recipes.find import find_recipe
 from recipes.ledger.dry import dry_ledger
 from recipes.ledger.fake import check_fake, fake_step
@@ -30,6 +30,7 @@ GIB = 2**30
 STREAM_BYTES = 2 * 64 * 64 * 2
 """Two sequences of 64 tokens, 64 wide, in bfloat16."""
 BF16 = Precision(compute="bfloat16", reduce="float32")
+FP16 = Precision(compute="float16", reduce="float32")
 
 
 def small(layout: dict[str, Any], *, documents: bool = True, global_batch: int = 4) -> Recipe:
@@ -65,6 +66,7 @@ SAME: dict[str, tuple[int, dict[str, Any], bool]] = {
     "pp": (2, {"pp": 2, "schedule": "1f1b", "precision": BF16}, True),
     "full_shard over 4 micro-batches, reduced last": (2, {"reduce_gradients": "last", "precision": BF16}, True),
     "cp by all-gather without documents": (2, {"cp": 2, "cp_method": "allgather"}, False),
+    "full_shard in fp16": (2, {"precision": FP16}, True),
 }
 
 
@@ -87,6 +89,15 @@ def test_a_step_without_values_is_the_real_step(case: str) -> None:
         tolerance = 16 + (config.pp > 1) * STREAM_BYTES
         for name in ("rest_bytes", "after_forward_bytes", "after_backward_bytes", "peak_bytes"):
             assert (getattr(fake, name) or 0) == pytest.approx(getattr(real, name) or 0, abs=tolerance)
+
+
+def test_a_float16_step_that_overflows_at_its_first_scale_is_traced_and_holds_what_was_predicted() -> None:
+    scaling = LossScaling(initial=2.0**60)
+    recipe = small({"precision": dataclasses.replace(FP16, loss_scaling=scaling)})
+    for ledger in run_ranks(2, real_ranks, recipe)[0]:
+        assert ledger.traced.states.rest.optimizer_state > 0
+        broken = [line.what for line in lines(ledger.predicted, ledger.traced) if not line.holds]
+        assert not broken
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
