@@ -16,7 +16,7 @@ USER_ERROR = 1
 STOPPED = 75
 """Exit code of a run that saved and stopped because of a signal, so that the same command goes on: EX_TEMPFAIL of
 sysexits.h, "the user is invited to retry"."""
-USER_ERRORS = (ValueError, OSError)
+USER_ERRORS = (ValueError, OSError, FloatingPointError)
 SAY_S = 0.5
 
 

@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from parallel import LossScaling, ParallelConfig, Precision
+from parallel.loss_scale import LossScale
+from recipes.messages import describe
 from recipes.metrics import StepMetrics
 from recipes.recipe import Recipe
 from recipes.train import train
@@ -64,3 +68,10 @@ def test_the_line_of_a_step_shows_scale_and_skipped_steps() -> None:
     assert "  scale 32768, 2 skipped  " in metrics.line()
     assert metrics.scalars()["train/loss_scale"] == 32768.0
     assert "scale" not in dataclasses.replace(metrics, loss_scale=None, num_skipped=None).line()
+
+
+def test_a_run_that_diverged_says_so_in_one_line() -> None:
+    scale = LossScale(LossScaling(initial=1.0))
+    with pytest.raises(FloatingPointError) as failure:
+        scale.update(overflowed=True)
+    assert describe(failure.value).startswith("gradients are not finite although the loss scale is down at 1")
