@@ -109,8 +109,9 @@ def backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved
     """
 
     def linear(name: str, num_bytes: int) -> Piece:
-        weights.append(memory.new(sizes.weights[name]))
-        return memory.new(num_bytes)
+        weight, inner = memory.new(sizes.weights[name]), memory.new(num_bytes)
+        weights.append(weight)
+        return inner
 
     def read(names: tuple[str, ...], parts: list[Piece], name: str) -> None:
         """From the gradients of several projections, the last first, to that of the stream that they read."""

@@ -61,7 +61,6 @@ def bounds_of(parts: ModelParts, optimizer_kernels: str | None = None) -> tuple[
             None,
             "torch makes the order of this schedule while it runs",
         ),
-        (config.pp > 1, "a pipeline", 0.05, "torch lets go of what it has sent at a time of its own"),
         (
             config.sharding.reshard_group is not None,
             "units kept on a group",

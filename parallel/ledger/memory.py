@@ -11,7 +11,7 @@ from parallel.ledger.pieces import Memory
 from parallel.ledger.schedule_order import actions_of
 from parallel.ledger.spans import Span, layers_of, spans_of
 from parallel.ledger.states import predict_states
-from parallel.ledger.stretches import Stretches
+from parallel.ledger.stretches import Borrowed, Stretches
 from parallel.ledger.unit_memory import UnitMemory
 from parallel.traits import TRAITS
 
@@ -115,7 +115,8 @@ class _Step:
         memory.change(stretches.tables + flags)
         for index in span.blocks:
             units.enter(blocks[index])
-            memory.change(*stretches.block(index, keeps_gradients=True)[0])
+            borrowed = self._borrowed(span, index)
+            memory.change(*stretches.block(index, keeps_gradients=True, borrowed=borrowed)[0])
             units.leave(blocks[index])
         if span.is_last:
             units.enter(head)
@@ -124,6 +125,13 @@ class _Step:
         units.end_forward()
         if not self._flags_stay:
             memory.change(-flags)
+
+    def _borrowed(self, span: Span, index: int) -> Borrowed:
+        """What comes from another stage lies where it was received."""
+        return Borrowed(
+            stream=index == span.blocks[0] and not span.is_first,
+            gradient=index == span.blocks[-1] and not span.is_last,
+        )
 
     @property
     def _flags_stay(self) -> bool:
@@ -149,7 +157,8 @@ class _Step:
         for index in reversed(span.blocks):
             units.enter(blocks[index])
             prefetch(index - 1)
-            memory.change(*stretches.block(index, keeps_gradients=units.keeps_gradients)[1])
+            keeps, borrowed = units.keeps_gradients_of(blocks[index]), self._borrowed(span, index)
+            memory.change(*stretches.block(index, keeps_gradients=keeps, borrowed=borrowed)[1])
             units.done(blocks[index])
         memory.change(-stretches.tables - (stretches.sizes.flags if self._flags_stay else 0))
         if span.is_first:
@@ -158,34 +167,30 @@ class _Step:
 
     def _pipeline(self) -> None:
         """The rank's actions in the order of the schedule."""
-        memory, units, spans = self.memory, self.units, self.spans
-        sizes = self.stretches.sizes
+        memory, units, sizes = self.memory, self.units, self.stretches.sizes
         # Torch's schedules take the step in one piece.
         whole = self._tokens()
         memory.change(whole)
         units.reduces = False
+        sent = 0
         for action in actions_of(self.parts.config, self.parts.pp_rank, self.batch.num_micro_batches):
-            span = spans[action.lap]
+            span = self.spans[action.lap]
+            units.in_backward = action.kind == "backward"
             if action.kind == "forward":
-                units.in_backward = False
                 self._forward(span)
-                # What came from the stage before lies where it was received, and is not freed.
-                memory.change(0 if span.is_first or self._keeps_inputs else sizes.stream)
-            else:
-                units.in_backward = True
-                self._backward(span)
-                memory.change(0 if span.is_first or not self._keeps_inputs else sizes.stream)
-                memory.change(0 if span.is_first else -sizes.stream)
-        for span in spans:
+                continue
+            self._backward(span)
+            # A stage holds what it gave until its backward is over, and the gradient until it has sent it.
+            memory.change(0 if span.is_last else -sizes.stream)
+            memory.change(-sent)
+            sent = 0 if span.is_first else sizes.stream
+            if self.parts.config.schedule == "gpipe":
+                memory.change(-sent)
+                sent = 0
+        for span in self.spans:
             units.sum_waiting(span.units)
         units.end_backward()
-        memory.change(-whole)
-
-    @property
-    def _keeps_inputs(self) -> bool:
-        """Whether blocks keep the stream that they are given until their backward."""
-        sizes = self.stretches.sizes
-        return self.stretches.kept is not None or sizes.wide == 1
+        memory.change(-whole - sent)
 
     def _optimizer(self) -> None:
         """Two temporaries of the current parameter beside one of the last."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -20,12 +21,27 @@ Kept = frozenset[str] | None
 """Which results a block keeps for backward. None: all that backward needs."""
 
 
+class Borrowed(NamedTuple):
+    """What a block is given that others hold until it is done, as a pipeline does what it has received.
+
+    Attributes:
+        stream: Whether the stream before it, in forward and backward.
+        gradient: Whether the gradient of the stream after it.
+    """
+
+    stream: bool = False
+    gradient: bool = False
+
+
+OWN = Borrowed()
+"""A block lets go of all that it is given."""
+
+
 class _Passing(list[Piece]):
-    """Holds what was put in last only."""
+    """Holds nothing of what is put in."""
 
     def append(self, piece: Piece) -> None:
-        """Lets go of what was there."""
-        self[:] = [piece]
+        """Lets go of it."""
 
 
 class Stretches:
@@ -50,17 +66,18 @@ class Stretches:
         self.kept: Kept = kept_results(parts.config)
         _, self._itemsize, sums, _ = itemsizes(parts)
         self.tables = 2 * self.sizes.tokens * (parts.whole.shape.head_dim // 2) * sums
-        self._blocks: dict[tuple[Kept, bool], tuple[Stretch, Stretch]] = {}
+        self._blocks: dict[tuple[Kept, bool, Borrowed], tuple[Stretch, Stretch]] = {}
 
-    def block(self, index: int, *, keeps_gradients: bool) -> tuple[Stretch, Stretch]:
+    def block(self, index: int, *, keeps_gradients: bool, borrowed: Borrowed = OWN) -> tuple[Stretch, Stretch]:
         """Forward of a block, and its backward, computing again included.
 
         Args:
             index: Its place among the rank's blocks.
             keeps_gradients: Whether those of weights stay where they were made until it is done.
+            borrowed: What others hold.
         """
         every = self._parts.config.activation_checkpoint_every
-        key = (self.kept if index % every == 0 else None, keeps_gradients)
+        key = (self.kept if index % every == 0 else None, keeps_gradients, borrowed)
         if key not in self._blocks:
             self._blocks[key] = self._block(*key)
         return self._blocks[key]
@@ -90,7 +107,8 @@ class Stretches:
             weight=weight,
             row=shape.width * self._itemsize,
         )
-        return ends_memory.loss(self.sizes, head)
+        ahead, back = ends_memory.loss(self.sizes, head)
+        return ahead, back._replace(held=back.held + self._bytes_of("norm.weight"))
 
     def block_gradients(self) -> int:
         """Bytes of a block's gradients as backward makes them."""
@@ -102,9 +120,10 @@ class Stretches:
         own = [each for each in self._parts.parameters if each.fqn == fqn]
         return elements(own, self._parts.config, self._tp_rank) * self._itemsize
 
-    def _block(self, kept: Kept, keeps_gradients: bool) -> tuple[Stretch, Stretch]:
+    def _block(self, kept: Kept, keeps_gradients: bool, borrowed: Borrowed) -> tuple[Stretch, Stretch]:
         memory, sizes = Memory(), self.sizes
         stream = [memory.new(sizes.stream)]
+        elsewhere = stream.copy() if borrowed.stream else []
         base = memory.now
         results: Saved = {}
         out, saved = forward(memory, sizes, stream[0], kept=kept, cache=results)
@@ -112,6 +131,7 @@ class Stretches:
             stream.clear()
         ahead = Stretch(memory.now - base, memory.peak - base)
         grads = [memory.new(sizes.stream)]
+        elsewhere += grads if borrowed.gradient else []
         base = memory.peak = memory.now
         if kept is not None:
             saved = forward(memory, sizes, stream[0], kept=kept, cache=results, again=True)[1]
@@ -122,7 +142,7 @@ class Stretches:
         # Those of norms and biases are few.
         held = memory.now - base - sum(each.num_bytes for each in weights) + self.block_gradients()
         back = Stretch(held, memory.peak - base)
-        del out
+        del out, elsewhere
         return ahead, back
 
 

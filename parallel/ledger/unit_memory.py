@@ -49,6 +49,15 @@ class UnitMemory:
         """Whether gradients stay where they were made; else each is added or copied to another one at once."""
         return self.by_unit or not (self.adds or (self.has_buckets and self.reduces))
 
+    def keeps_gradients_of(self, units: Sequence[UnitSpec]) -> bool:
+        """The same of units: autograd adds to what waits in the dtype in which it comes.
+
+        Args:
+            units: Of one block.
+        """
+        waits = self._reduced == self._itemsize and any(unit in self._waiting for unit in units)
+        return self.keeps_gradients and not waits
+
     def gradient_bytes(self, unit: UnitSpec) -> int:
         """Gradients of a unit as backward makes them.
 
@@ -122,10 +131,11 @@ class UnitMemory:
                 self.free(unit)
             # They wait in the dtype of the sum.
             waiting = gradients // self._itemsize * self._reduced
-            copied = waiting if self._reduced != self._itemsize or unit in self._waiting else 0
-            self.memory.change(copied, copied)
-            self.memory.change(-copied if unit in self._waiting else 0)
-            self.memory.change(-gradients if copied else 0)
+            if unit in self._waiting:
+                self.memory.change(-gradients)
+            elif self._reduced != self._itemsize:
+                self.memory.change(waiting)
+                self.memory.change(-gradients)
             self._waiting[unit] = waiting
 
     def end_backward(self) -> None:
@@ -193,9 +203,7 @@ class UnitMemory:
         held = gradients
         if waiting:
             held = waiting
-            if gradients:
-                self.memory.change(waiting, waiting)
-                self.memory.change(-waiting - gradients)
+            self.memory.change(-gradients)
         self.memory.change(size, size)
         last = 0
         if self._num_shards > 1:
