@@ -19,6 +19,8 @@ CAPABILITY = (8, 9)
 MULTIPLE = 16
 """What the kernels want every dim to be a multiple of."""
 
+REMEDY = "use precision=Precision(compute='bfloat16') without float8"
+
 
 def check_float8(model: nn.Module, blocks: Sequence[Block], config: ParallelConfig, device: torch.device) -> None:
     """Refuses float8 where nothing could compute it, before anything is changed.
@@ -34,19 +36,30 @@ def check_float8(model: nn.Module, blocks: Sequence[Block], config: ParallelConf
     """
     if not config.precision.float8:
         return
-    remedy = "use precision=Precision(compute='bfloat16') without float8"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:
         has = "a CPU" if device.type != "cuda" else f"a GPU of {'.'.join(map(str, _capability(device)))}"
         raise ValueError(
             f"float8=True needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more, this is {has}; "
-            f"{remedy}"
+            f"{REMEDY}"
         )
-    if config.tp > 1:
+    check_whole_matrices(config)
+    _check_maps(model, blocks)
+
+
+def check_whole_matrices(config: ParallelConfig) -> None:
+    """Refuses float8 where a rank has parts of matrices.
+
+    Args:
+        config: The layout.
+
+    Raises:
+        ValueError: If it has both.
+    """
+    if config.precision.float8 and config.tp > 1:
         raise ValueError(
             f"float8=True scales each matrix by its largest element, of which a rank of tp={config.tp} sees a part; "
-            f"use tp=1, or {remedy}"
+            f"use tp=1, or {REMEDY}"
         )
-    _check_maps(model, blocks, remedy)
 
 
 def apply_float8(model: nn.Module, blocks: Sequence[Block]) -> None:
@@ -136,19 +149,19 @@ def _linear_maps(model: nn.Module, blocks: Sequence[Block]) -> dict[str, nn.Line
     }
 
 
-def _check_maps(model: nn.Module, blocks: Sequence[Block], remedy: str) -> None:
+def _check_maps(model: nn.Module, blocks: Sequence[Block]) -> None:
     maps = _linear_maps(model, blocks)
     others = [fqn for fqn, each in maps.items() if type(each) is not nn.Linear]
     if others or not maps:
         what = f"{others[0]} is a {type(maps[others[0]]).__name__}" if others else "the blocks have none"
-        raise ValueError(f"float8=True is for plain linear maps within blocks, but {what}; {remedy}")
+        raise ValueError(f"float8=True is for plain linear maps within blocks, but {what}; {REMEDY}")
     odd = [
         f"{fqn} {tuple(each.weight.shape)}"
         for fqn, each in maps.items()
         if any(n % MULTIPLE for n in each.weight.shape)
     ]
     if odd:
-        raise ValueError(f"float8=True takes matrices of multiples of {MULTIPLE}, which {odd[0]} is not; {remedy}")
+        raise ValueError(f"float8=True takes matrices of multiples of {MULTIPLE}, which {odd[0]} is not; {REMEDY}")
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

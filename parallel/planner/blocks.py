@@ -8,6 +8,7 @@ from parallel.planner.constants import Constants
 from parallel.planner.costs import FLOAT32, ExpertCosts, ModelCosts
 from parallel.planner.hardware import Gpu
 from parallel.planner.links import GB
+from parallel.precision import Precision
 
 STREAM_PASSES, WIDE_PASSES = 16, 5
 """How often the small operations of a block's forward read or write something as wide as the stream (two norms, two
@@ -29,13 +30,15 @@ class Speeds(NamedTuple):
     """What a chip does in a second.
 
     Attributes:
-        flops_per_s: Of large matmuls.
+        flops_per_s: Of large matmuls in the dtype of the computation.
+        maps_flops_per_s: Of those of linear maps within blocks, which may be in float8.
         bytes_per_s: Of its memory.
         itemsize: Bytes of an element in the dtype of the computation.
         constants: Of which they follow.
     """
 
     flops_per_s: float
+    maps_flops_per_s: float
     bytes_per_s: float
     itemsize: int
     constants: Constants
@@ -49,7 +52,7 @@ class Speeds(NamedTuple):
             columns: Components of each result.
         """
         moved = self.itemsize * (num_tokens * (rows + columns) + rows * columns)
-        return max(2 * num_tokens * rows * columns / self.flops_per_s, moved / self.bytes_per_s)
+        return max(2 * num_tokens * rows * columns / self.maps_flops_per_s, moved / self.bytes_per_s)
 
 
 def speeds_of(config: ParallelConfig, gpu: Gpu, constants: Constants) -> Speeds:
@@ -64,11 +67,27 @@ def speeds_of(config: ParallelConfig, gpu: Gpu, constants: Constants) -> Speeds:
         ValueError: If its peak is not known for the dtype.
     """
     stored = config.precision.compute == "stored"
-    dtype = "float32" if stored else "bfloat16"
-    if dtype not in gpu.peak_tflops:
-        raise ValueError(f"GPU {gpu.name!r} has no peak_tflops for {dtype}; legal: {', '.join(gpu.peak_tflops)}")
-    flops = constants.achieved_flops(gpu.peak_tflops[dtype], gpu.power_w)
-    return Speeds(flops, gpu.memory_gb_per_s * GB * constants.memory_share, FLOAT32 if stored else 2, constants)
+    flops, of_maps = flops_of(config.precision, gpu, constants)
+    return Speeds(
+        flops, of_maps, gpu.memory_gb_per_s * GB * constants.memory_share, FLOAT32 if stored else 2, constants
+    )
+
+
+def flops_of(precision: Precision, gpu: Gpu, constants: Constants) -> tuple[float, float]:
+    """FLOP/s that large matmuls reach, in the dtype of the computation, and those of linear maps within blocks.
+
+    Args:
+        precision: Of the layout.
+        gpu: The chip.
+        constants: What shares of the data sheet's figures are reached.
+
+    Raises:
+        ValueError: If its peak is not known for a dtype.
+    """
+    peak = gpu.peak("float32" if precision.compute == "stored" else precision.compute)
+    flops = constants.achieved_flops(peak, gpu.power_w)
+    # Assumed: float8 reaches the same share of its peak, where power limits a chip too.
+    return flops, flops * gpu.peak("float8") / peak if precision.float8 else flops
 
 
 def of_block(

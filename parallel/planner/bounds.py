@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from parallel.config import DataParallel, Schedule, Strategy
-from parallel.planner.blocks import RING_BACKWARD_KERNELS, RING_FORWARD_KERNELS, STREAM_PASSES, WIDE_PASSES
-from parallel.planner.candidate import Request
+from parallel.planner.blocks import RING_BACKWARD_KERNELS, RING_FORWARD_KERNELS, STREAM_PASSES, WIDE_PASSES, flops_of
+from parallel.planner.candidate import Request, precision_of
 from parallel.planner.constants import Constants
 from parallel.planner.costs import BFLOAT16, FLOAT32, KEEP_INPUT, ModelCosts, kept_bytes
 from parallel.planner.hardware import Gpu
@@ -75,10 +75,10 @@ def least_time_s(
         constants: What shares of the data sheet's figures are reached.
     """
     gpu, (pp, replicas, shards, cp, tp) = request.gpu, degrees
-    itemsize, dtype = (FLOAT32, "float32") if request.compute == "stored" else (BFLOAT16, "bfloat16")
+    itemsize = FLOAT32 if request.compute == "stored" else BFLOAT16
     ranks = replicas * shards
     num_tokens = request.global_batch * request.sequence_length / (ranks * cp)
-    flops_per_s = constants.achieved_flops(gpu.peak_tflops[dtype], gpu.power_w)
+    flops_per_s, fastest_per_s = flops_of(precision_of(request.compute), gpu, constants)
     layers = costs.num_layers / pp
     of_block = 2 * costs.width * (costs.query_width + costs.kv_width) + 3 * costs.width * costs.wide
     matmuls = layers * of_block + (costs.embedding if pp == 1 else 0)
@@ -88,7 +88,7 @@ def least_time_s(
         moved *= constants.eager_passes
     memory_per_s = gpu.memory_gb_per_s * GB * constants.memory_share
     attention_s = num_tokens * pairs / flops_per_s / tp
-    compute_s = num_tokens * (6 * matmuls / flops_per_s + moved / memory_per_s) / tp + attention_s
+    compute_s = num_tokens * (6 * matmuls / fastest_per_s + moved / memory_per_s) / tp + attention_s
     sent_s = layers * Link(tp, 1, gpu, constants).time_s("all_gather", 8 * num_tokens * costs.width * itemsize, 8)
     if cp > 1:
         sent_s += layers * _least_of_context(

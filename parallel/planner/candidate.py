@@ -1,7 +1,8 @@
 """One way to train a model: a layout, what is recomputed, and how a global batch is cut."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from functools import lru_cache
+from typing import Literal, NamedTuple, get_args
 
 from parallel.config import Buckets, ParallelConfig, ReduceGradients, Sharding, Units
 from parallel.plan import ModelShape
@@ -11,7 +12,7 @@ from parallel.precision import Precision
 from parallel.traits import TRAITS
 
 Reduce = Literal["float32", "bfloat16"]
-Compute = Literal["bfloat16", "stored"]
+Compute = Literal["bfloat16", "float16", "float8", "stored"]
 
 BUCKET_CAP_MB = Buckets().bucket_cap_mb
 
@@ -47,6 +48,20 @@ class Options(NamedTuple):
 
 
 PLAIN = Options()
+
+
+@lru_cache
+def precision_of(compute: Compute) -> Precision:
+    """The precision of a layout, with sums in float32.
+
+    Args:
+        compute: As a request says it.
+    """
+    if compute == "stored":
+        return Precision()
+    if compute == "float8":
+        return Precision(compute="bfloat16", reduce="float32", float8=True)
+    return Precision(compute=compute, reduce="float32")
 
 
 class Candidate(NamedTuple):
@@ -87,7 +102,7 @@ class Candidate(NamedTuple):
             activation_checkpointing=self.recompute.checkpointing,
             activation_checkpoint_policy=self.recompute.policy,
             reduce_gradients=self.reduce_gradients if varies else None,
-            precision=Precision() if stored else Precision(compute="bfloat16", reduce=options.reduce),
+            precision=Precision() if stored else replace(self.config.precision, reduce=options.reduce),
             buckets=Buckets(bucket_cap_mb=options.bucket_cap_mb),
             sharding=Sharding(
                 units=options.units,
@@ -113,7 +128,8 @@ class Request:
         headroom: Share of a GPU's memory that is left free, for what no model of memory sees: the driver's context,
             buffers of the network library, and the error of the prediction.
         compile: Whether blocks are compiled, where the layout allows it.
-        compute: Dtype of matmuls and activations; `stored` is float32.
+        compute: Dtype of matmuls and activations; `stored` is float32, `float8` multiplies the linear maps of blocks
+            in float8 and computes all else in bfloat16.
         reduces: Dtypes in which gradients may be summed over ranks.
     """
 
@@ -131,7 +147,7 @@ class Request:
         """Checks the ranges.
 
         Raises:
-            ValueError: If a value is out of its range.
+            ValueError: If a value is out of its range, or the GPU's peak is not known for the dtype.
         """
         for name in ("num_gpus", "sequence_length", "global_batch"):
             if getattr(self, name) < 1:
@@ -141,8 +157,9 @@ class Request:
         unknown = [each for each in self.reduces if each not in ("float32", "bfloat16")]
         if unknown or not self.reduces:
             raise ValueError(f"reduces={self.reduces} must be some of float32, bfloat16")
-        if self.compute not in ("bfloat16", "stored"):
-            raise ValueError(f"unknown compute {self.compute!r}; legal: bfloat16, stored")
+        if self.compute not in get_args(Compute):
+            raise ValueError(f"unknown compute {self.compute!r}; legal: {', '.join(get_args(Compute))}")
+        self.gpu.peak("float32" if self.compute == "stored" else self.compute)
         longest = self.shape.max_sequence_length
         if longest is not None and self.sequence_length > longest:
             raise ValueError(

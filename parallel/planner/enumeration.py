@@ -14,13 +14,13 @@ from parallel.config import (
     Sharding,
     Strategy,
 )
+from parallel.float8 import check_whole_matrices
 from parallel.layout import check_layout, check_sequence_length
 from parallel.plan import ModelShape
 from parallel.planner.bounds import Degrees, Kind
-from parallel.planner.candidate import Candidate, Request
+from parallel.planner.candidate import Candidate, Request, precision_of
 from parallel.planner.costs import KEEP_ALL, KEEP_INPUT, RECOMPUTES
 from parallel.planner.legality import is_legal, is_legal_layout, runs
-from parallel.precision import Precision
 from parallel.schedules import SCHEDULES, traits_of
 from parallel.traits import TRAITS
 
@@ -38,7 +38,7 @@ def legal_degrees(request: Request) -> list[Degrees]:
     world, batch, shape, length = request.num_gpus, request.global_batch, request.shape, request.sequence_length
     found: list[Degrees] = []
     for tp in divisors(world):
-        if not _splits_legally(shape, length, tp=tp):
+        if not _splits_legally(shape, length, tp=tp, precision=precision_of(request.compute)):
             continue
         for pp in divisors(world // tp):
             if pp > 1 and not any(_splits_legally(shape, length, pp=pp, schedule=each) for each in NAMED):
@@ -80,7 +80,7 @@ def possible_layouts(
     ways = _ways(request.shape, request.sequence_length, degrees.tp, degrees.cp)
     splits_backward = schedule is not None and SCHEDULES[schedule].splits_backward
     compiles = request.compile and not splits_backward
-    axes = degrees._asdict() | {"schedule": schedule, "compile": compiles, "precision": _precision(request.compute)}
+    axes = degrees._asdict() | {"schedule": schedule, "compile": compiles, "precision": precision_of(request.compute)}
     for kind in filter(fits, kinds(degrees)):
         refused = TRAITS[kind.data_parallel].refused_axes
         if any(getattr(degrees, axis, 1) > 1 for axis in refused):
@@ -223,13 +223,9 @@ def _splits_legally(shape: ModelShape, length: int, **axes: object) -> bool:
         config = ParallelConfig(dp_shard=1, **({"sequence_parallel": False} | axes))  # type: ignore[arg-type]  # by name
         check_layout(config, shape)
         check_sequence_length(config, length, shape)
+        check_whole_matrices(config)
 
     return is_legal(check)
-
-
-@lru_cache
-def _precision(compute: str) -> Precision:
-    return Precision() if compute == "stored" else Precision(compute="bfloat16", reduce="float32")
 
 
 @lru_cache

@@ -62,6 +62,19 @@ class Gpu:
         if not isinstance(self.gpus_per_node, int):
             raise ValueError(f"GPU {self.name!r}: gpus_per_node={self.gpus_per_node!r} must be an integer")
 
+    def peak(self, dtype: str) -> float:
+        """Dense peak in TFLOP/s.
+
+        Args:
+            dtype: Of the matmuls.
+
+        Raises:
+            ValueError: If it is not known for the dtype.
+        """
+        if dtype not in self.peak_tflops:
+            raise ValueError(f"GPU {self.name!r} has no peak_tflops for {dtype}; legal: {', '.join(self.peak_tflops)}")
+        return self.peak_tflops[dtype]
+
     @property
     def device(self) -> str:
         """Type of torch's device."""

@@ -9,6 +9,7 @@ import torch
 
 from parallel.block_rules import check_ops, sees_whole_blocks
 from parallel.config import ParallelConfig, Schedule
+from parallel.float8 import check_whole_matrices
 from parallel.layout import check_layout, check_sequence_length
 from parallel.parallelize import BACKENDS
 from parallel.plan import ModelShape, ParallelPlan
@@ -29,6 +30,7 @@ def is_legal_layout(config: ParallelConfig, shape: ModelShape, sequence_length: 
         check_layout(config, shape)
         check_sequence_length(config, sequence_length, shape)
         _check_backend(config, shape, device)
+        check_whole_matrices(config)
         check_ops(config, has_experts=shape.num_experts > 0)
 
     within_blocks = config.sharding.units == "size" and sees_whole_blocks(config, config.activation_checkpointing)

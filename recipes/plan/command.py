@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from parallel.planner.candidate import Reduce, Request
+from parallel.planner.candidate import Compute, Reduce, Request
 from parallel.planner.hardware import CPU, Gpu, find_gpu
 from recipes.plan.models import find_shape
 from recipes.plan.this_machine import measure_machine
@@ -26,6 +26,8 @@ class PlanCommand:
         global_batch: Sequences of a step, over all GPUs.
         headroom: Share of a GPU's memory that stays free.
         reduce: Dtype in which gradients are summed over ranks; any: bfloat16 where it gains enough.
+        compute: Dtype of matmuls and activations; float8 is for the linear maps of blocks, beside bfloat16; default:
+            bfloat16 on GPUs, and stored, which is float32, on this machine's processors.
         compile: Compile blocks where the layout allows it; default: on GPUs.
         gpu_table: TOML file with more GPUs, or other figures for known ones.
         top: Plans to show.
@@ -49,6 +51,7 @@ class PlanCommand:
     global_batch: int = 512
     headroom: float = 0.1
     reduce: Literal["any", "float32", "bfloat16"] = "any"
+    compute: Compute | None = None
     compile: bool | None = None
     gpu_table: str | None = None
     top: int = 5
@@ -102,7 +105,7 @@ class PlanCommand:
             global_batch=self.global_batch,
             headroom=self.headroom,
             compile=not on_cpu if self.compile is None else self.compile,
-            compute="stored" if on_cpu else "bfloat16",
+            compute=self.compute or ("stored" if on_cpu else "bfloat16"),
             reduces=reduces,
         )
 

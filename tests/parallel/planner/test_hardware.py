@@ -83,3 +83,13 @@ def test_fields_of_the_host_may_be_left_out(tmp_path: Path) -> None:
 def test_latency_of_a_ring_grows_with_its_ranks() -> None:
     times = [Link(ranks, 1, GPU, CONSTANTS).time_s("all_gather", 0.0) for ranks in (16, 512)]
     assert times == pytest.approx([15 * 4e-6, 511 * 4e-6])
+
+
+def test_float16_has_bfloat16s_peak_and_float8_twice_that_where_there_is_some() -> None:
+    for name, gpu in read_gpus().items():
+        assert gpu.peak("float16") == gpu.peak("bfloat16")
+        if name.startswith("a100"):
+            with pytest.raises(ValueError, match=r"'a100-.*' has no peak_tflops for float8; legal: bfloat16, float16"):
+                gpu.peak("float8")
+        else:
+            assert gpu.peak("float8") == pytest.approx(2 * gpu.peak("bfloat16"), rel=1e-3)

@@ -7,7 +7,7 @@ import pytest
 
 from models.llama import LlamaConfig
 from models.moe import MoeConfig
-from parallel import ParallelConfig, Sharding
+from parallel import ParallelConfig, Precision, Sharding
 from parallel.planner.legality import is_legal_layout
 
 DENSE, SPARSE = LlamaConfig.preset("debug").shape, MoeConfig.preset("debug").shape
@@ -30,6 +30,12 @@ def test_compiled_blocks_are_not_cut_into_units_by_size() -> None:
     assert takes(DENSE, sharding=by_size)
     assert not takes(DENSE, sharding=by_size, compile=True)
     assert not takes(DENSE, sharding=by_size, activation_checkpointing="selective")
+
+
+def test_float8_wants_whole_matrices() -> None:
+    float8 = Precision(compute="bfloat16", float8=True)
+    assert takes(DENSE, precision=float8)
+    assert not takes(DENSE, precision=float8, tp=2)
 
 
 @pytest.mark.parametrize(("backend", "tied", "expected"), [("fsdp1", True, False), ("fsdp1", False, True)])
