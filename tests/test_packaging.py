@@ -64,7 +64,7 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module_of_the_four_packages_and_no_tests(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    kinds = ("*.py", "*.toml")
+    kinds = ("*.py", "*.toml", "*.csv")
     found = {path for package in PACKAGES for kind in kinds for path in (ROOT / package).rglob(kind)}
     expected = {str(path.relative_to(ROOT)) for path in found}
     assert names == expected

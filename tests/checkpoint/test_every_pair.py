@@ -135,12 +135,15 @@ def saved(folder: Path) -> dict[str, Seen]:
     return seen
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+LONG = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
 @pytest.mark.parametrize(
-    "followed",
+    ("followed", "world_size"),
     [
-        pytest.param(FOLLOWED, id="some losses"),
-        pytest.param(tuple(LAYOUTS), id="all losses", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+        # Four ranks on two cores take their time.
+        *(pytest.param(FOLLOWED, size, id=f"some losses-{size}") for size in WORLD_SIZES if size < 4),
+        *(pytest.param(tuple(LAYOUTS), size, id=f"all losses-{size}", marks=LONG) for size in WORLD_SIZES),
     ],
 )
 def test_every_layout_goes_on_from_a_checkpoint_of_every_layout(

@@ -78,8 +78,10 @@ def worst_difference(run: Run) -> float:
 
 @pytest.mark.parametrize(
     ("world_size", "fields", "backend"),
-    [(1, {}, "inductor"), (2, TP | FULL, GRAPHS_ONLY)],
-    ids=["generated code", "tp 2, full checkpointing"],
+    [
+        pytest.param(1, {}, "inductor", id="generated code", marks=pytest.mark.slow),
+        pytest.param(2, TP | FULL, GRAPHS_ONLY, id="tp 2, full checkpointing"),
+    ],
 )
 def test_compiled_blocks_train_like_one_process(world_size: int, fields: dict[str, Any], backend: str) -> None:
     config = ParallelConfig(**COMPILE, **fields)

@@ -226,9 +226,8 @@ def is_unit(fqn: str, _module: nn.Module) -> bool:
 
 
 def is_slow(case: Case) -> bool:
-    """Rows that take seconds: compiled ones, and most of those on 8 ranks."""
-    on_8_ranks = [each for each in TABLE if LAYOUTS[each.layout][0] == 8]
-    return COMPILE[case.compiled] or case in on_8_ranks[2:]
+    """Rows that take seconds: compiled ones, and those on 8 ranks."""
+    return COMPILE[case.compiled] or LAYOUTS[case.layout][0] == 8
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ def test_ctrl_c_saves_and_ends_with_the_code_that_says_so(started: Command, tmp_
     assert latest(tmp_path / "out" / "checkpoints") == tmp_path / "out" / "checkpoints" / f"step-{int(step[1]):08d}"
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_launcher_alone_reaches_the_ranks(started: Command) -> None:
     started.process.send_signal(signal.SIGUSR1)
     code, out, err = started.finish()
@@ -134,6 +135,7 @@ def test_a_signal_to_the_launcher_alone_reaches_the_ranks(started: Command) -> N
     assert "stopped by SIGUSR1 after step" in out
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_run_that_hangs(started: Command) -> None:
     # A rank that stands still is one that no step comes to an end with.
     os.kill(started.ranks()[1], signal.SIGSTOP)
@@ -145,6 +147,7 @@ def test_a_second_ctrl_c_ends_a_run_that_hangs(started: Command) -> None:
     assert (code, err) == (130, "stopped by SIGINT\n")
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_killed_launcher(started: Command) -> None:
     started.process.kill()
     started.process.communicate(timeout=TIMEOUT_S)
