@@ -12,9 +12,16 @@ _BYTES: dict[Accounting, dict[str, tuple[int, int]]] = {
     "stored": {"no_shard": (16, 0), "zero1": (8, 8), "shard_grad_op": (2, 16), "full_shard": (0, 16)},
 }
 """Bytes a parameter that each rank holds, and that ranks share."""
+_FROZEN_BYTES: dict[Accounting, dict[str, tuple[int, int]]] = {
+    "classic": {"no_shard": (2, 0), "zero1": (2, 0), "shard_grad_op": (2, 0), "full_shard": (0, 2)},
+    "stored": {"no_shard": (4, 0), "zero1": (4, 0), "shard_grad_op": (2, 4), "full_shard": (0, 4)},
+}
+"""The same of a parameter that is not trained, which has no gradient, no moments and no float32 copy."""
 
 
-def state_bytes(accounting: Accounting, strategy: str, num_parameters: float, ranks: int) -> float:
+def state_bytes(
+    accounting: Accounting, strategy: str, num_parameters: float, ranks: int, *, frozen: float = 0.0
+) -> float:
     """Parameters, gradients and AdamW's state of one rank, units in flight left out.
 
     Args:
@@ -23,6 +30,7 @@ def state_bytes(accounting: Accounting, strategy: str, num_parameters: float, ra
             are what they are within a group.
         num_parameters: Parameters that the ranks have between them; those of the model over tp x pp.
         ranks: Ranks that share one copy.
+        frozen: Share of the parameters that is not trained.
 
     Raises:
         ValueError: If accounting or strategy is unknown.
@@ -34,5 +42,5 @@ def state_bytes(accounting: Accounting, strategy: str, num_parameters: float, ra
     table = _BYTES[accounting]
     if strategy not in table:
         raise ValueError(f"unknown strategy {strategy!r}; legal: {', '.join(table)}")
-    whole, shared = table[strategy]
-    return num_parameters * (whole + shared / ranks)
+    parts = ((1 - frozen, table[strategy]), (frozen, _FROZEN_BYTES[accounting][strategy]))
+    return sum(part * num_parameters * (whole + shared / ranks) for part, (whole, shared) in parts)

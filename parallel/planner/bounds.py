@@ -49,16 +49,17 @@ def least_bytes(costs: ModelCosts, request: Request, degrees: Degrees, kind: Kin
     """
     itemsize = FLOAT32 if request.compute == "stored" else BFLOAT16
     own = costs.total / (degrees.tp * degrees.pp)
+    trained = costs.trained * own
     shards = 1 if kind.strategy in (None, "no_shard") else degrees.dp_shard * degrees.cp
     rows = degrees.dp_replicate * degrees.cp if TRAITS[kind.data_parallel].splits_optimizer_rows else shards
     is_whole = degrees.pp > 1 or kind.strategy not in ("full_shard", "hybrid_shard")
     # Whole parameters in their own dtype are no copy where the backend has no units.
     copied = TRAITS[kind.data_parallel].shards or itemsize == BFLOAT16
-    whole = (itemsize * own if is_whole and copied else 0.0) + (FLOAT32 * own if degrees.pp > 1 else 0.0)
+    whole = (itemsize * own if is_whole and copied else 0.0) + (FLOAT32 * trained if degrees.pp > 1 else 0.0)
     # A pipeline keeps as many micro-batches as it has less of the blocks.
     num_tokens = request.sequence_length / degrees.cp
     kept = costs.num_layers * num_tokens * kept_bytes(costs, KEEP_INPUT, itemsize, degrees.tp, True)
-    states = 0.0 if kind.offloads else FLOAT32 * own / shards + 2 * FLOAT32 * own / rows
+    states = 0.0 if kind.offloads else FLOAT32 * own / shards + 2 * FLOAT32 * trained / rows
     return states + whole + kept / 2
 
 

@@ -131,6 +131,8 @@ class Request:
         compute: Dtype of matmuls and activations; `stored` is float32, `float8` multiplies the linear maps of blocks
             in float8 and computes all else in bfloat16.
         reduces: Dtypes in which gradients may be summed over ranks.
+        frozen: Share of the parameters that is not trained, as beside adapters; memory and the optimizer's time count
+            the others alone, while the time of backward and of gradients is that of training all.
     """
 
     shape: ModelShape
@@ -142,6 +144,7 @@ class Request:
     compile: bool = True
     compute: Compute = "bfloat16"
     reduces: tuple[Reduce, ...] = ("float32", "bfloat16")
+    frozen: float = 0.0
 
     def __post_init__(self) -> None:
         """Checks the ranges.
@@ -154,6 +157,8 @@ class Request:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.headroom < 1:
             raise ValueError(f"headroom={self.headroom} must be from 0 to less than 1")
+        if not 0 <= self.frozen < 1:
+            raise ValueError(f"frozen={self.frozen} must be from 0 to less than 1")
         unknown = [each for each in self.reduces if each not in ("float32", "bfloat16")]
         if unknown or not self.reduces:
             raise ValueError(f"reduces={self.reduces} must be some of float32, bfloat16")

@@ -45,6 +45,7 @@ class ModelCosts(NamedTuple):
         head: Those of the head that are not the embedding's.
         total: Parameters of the model.
         experts: Layers with experts; None: there is none.
+        trained: Share of the parameters that has gradients and moments, taken to be the same of each part.
     """
 
     num_layers: int
@@ -59,6 +60,7 @@ class ModelCosts(NamedTuple):
     head: int
     total: int
     experts: ExpertCosts | None
+    trained: float = 1.0
 
     def routed(self, ep: int) -> float:
         """Parameters of routed experts of a block that a rank of `ep` has, on average.
@@ -69,11 +71,12 @@ class ModelCosts(NamedTuple):
         return self.experts.parameters / ep if self.experts is not None else 0.0
 
 
-def model_costs(shape: ModelShape) -> ModelCosts:
+def model_costs(shape: ModelShape, frozen: float = 0.0) -> ModelCosts:
     """The counts of a model.
 
     Args:
         shape: Counts and widths.
+        frozen: Share of the parameters that is not trained.
     """
     total, embedding = num_parameters(shape), shape.vocab_size * shape.width
     head = 0 if shape.tied_embeddings else embedding
@@ -94,6 +97,7 @@ def model_costs(shape: ModelShape) -> ModelCosts:
         head=head,
         total=total,
         experts=ExpertCosts(sparse, shape.num_experts, chosen, width, shared, dense, routed) if sparse else None,
+        trained=1 - frozen,
     )
 
 

@@ -59,7 +59,8 @@ def count_states(plan: Plan) -> dict[Accounting, float]:
     strategy = "zero1" if zero1 else names.get(config.resolved_strategy, config.resolved_strategy)
     ranks = config.dp_replicate * config.cp if zero1 else num_shards(config)
     own = model_costs(plan.request.shape).total / (config.tp * config.pp)
-    return {each: state_bytes(each, strategy, own, ranks) for each in get_args(Accounting)}
+    frozen = plan.request.frozen
+    return {each: state_bytes(each, strategy, own, ranks, frozen=frozen) for each in get_args(Accounting)}
 
 
 def what_binds(plan: Plan) -> str:
@@ -113,7 +114,7 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
         "twice the bandwidth between nodes": replace(gpu, network_link_gb_per_s=2 * gpu.network_link_gb_per_s),
         "twice the bandwidth within a node": replace(gpu, node_link_gb_per_s=2 * gpu.node_link_gb_per_s),
     }
-    costs = model_costs(request.shape)
+    costs = model_costs(request.shape, request.frozen)
     found = [
         Advice(change, evaluate(replace(request, gpu=each), costs, plan.candidate, CONSTANTS).tokens_per_s)
         for change, each in links.items()

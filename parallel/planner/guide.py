@@ -134,7 +134,7 @@ def layer_figures(request: Request) -> Iterator[str]:
     Args:
         request: What is to be trained on what.
     """
-    costs = model_costs(request.shape)
+    costs = model_costs(request.shape, request.frozen)
     yield f"{costs.total / 1e9:.2f} B parameters, {16 * costs.total / 1e9:.1f} GB of states at 16 bytes each"
     yield f"a layer has {costs.block / 1e6:.0f} M parameters, {2 * costs.block / 1e9:.2f} GB when it is gathered"
 

@@ -58,8 +58,9 @@ def predict_memory(
 ) -> Memory:
     """The peak of the rank that holds most.
 
-    Parameters, gradients and moments are in float32 (4 + 4 + 8 bytes a parameter over the ranks that share it), which
-    the ledger predicts to the byte; padding of uneven shards, less than 0.1 % of large models, is left out here.
+    Parameters, gradients and moments are in float32 (4 + 4 + 8 bytes a parameter over the ranks that share it, the
+    last two of trained ones alone), which the ledger predicts to the byte; padding of uneven shards, less than 0.1 % of
+    large models, is left out here.
 
     Args:
         costs: The model.
@@ -88,27 +89,34 @@ def _peak_of_stage(
     unit = largest_unit(costs, candidate)
     stored = FLOAT32 * own / shards
     rows = config.dp_replicate * config.cp if TRAITS[config.data_parallel].splits_optimizer_rows else shards
-    moments = ADAM_MOMENTS * FLOAT32 * own / rows
+    moments = ADAM_MOMENTS * FLOAT32 * costs.trained * own / rows
     # Gradients that are summed once a step stay whole until then.
     once = candidate.reduce_gradients == "last" and (candidate.num_micro_batches > 1 or config.pp > 1)
-    gradients = FLOAT32 * own / (1 if once else shards)
+    gradients = FLOAT32 * costs.trained * own / (1 if once else shards)
     earlier = gradients if once or candidate.num_micro_batches > 1 else 0.0
     host = 0.0
     if config.sharding.cpu_offload:
-        host, stored, moments = stored + moments + FLOAT32 * own / shards, 0.0, 0.0
+        host, stored, moments = stored + moments + FLOAT32 * costs.trained * own / shards, 0.0, 0.0
         gradients, earlier = (gradients, earlier) if once else (0.0, 0.0)
 
     whole, in_flight = _gathered(costs, candidate, load, own, unit)
     reduced = FLOAT32 if itemsize == FLOAT32 or candidate.options.reduce == "float32" else itemsize
-    exchange = (itemsize + reduced) * unit if shards > 1 else itemsize * unit
+    exchange = costs.trained * (itemsize + reduced if shards > 1 else itemsize) * unit
     head = (costs.head or costs.embedding) / tp if load.has_head else 0.0
     kept, running, stream = _activations(costs, candidate, load, num_tokens, itemsize)
     loss = _logit_bytes(costs, num_tokens, tp, config.loss_parallel, itemsize, logits) if load.has_head else 0.0
     frees = in_flight > 0
+    summed = FLOAT32 * costs.trained
     moments_of_step = (
         ("loss", earlier, whole + (itemsize * (head + unit) if frees else 0.0), kept + 4 * stream, loss),
-        ("backward", max(earlier, FLOAT32 * unit / shards), whole + in_flight + exchange, kept + running, 0.0),
-        ("step", gradients, whole + ((itemsize if frees else 0) + FLOAT32) * embedding / tp, 0.0, 0.0),
+        (
+            "backward",
+            max(earlier, summed * unit / shards),
+            whole + in_flight + exchange,
+            kept + running,
+            0.0,
+        ),
+        ("step", gradients, whole + ((itemsize if frees else 0) + summed) * embedding / tp, 0.0, 0.0),
     )
     memories = (
         Memory(moment, stored, held, moments, unsharded, activations, in_loss, 0.0, host)

@@ -63,6 +63,8 @@ class Plan(NamedTuple):
         words = [words for axis, words in UNVALIDATED.items() if getattr(config, axis) > 1]
         if self.request.shape.num_experts:
             words.append("matmuls of experts")
+        if self.request.frozen:
+            words.append("memory and time of frozen parameters")
         if config.precision.float8:
             words.append("matmuls in float8, whose casts are left out")
         if config.sharding.cpu_offload:

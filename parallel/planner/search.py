@@ -75,7 +75,7 @@ def search(
         allows: Restricts the layouts.
         limit_s: Ranked time beyond which no layout is wanted.
     """
-    costs = model_costs(request.shape)
+    costs = model_costs(request.shape, request.frozen)
     legal = legal_degrees(request)
     ordered = sorted(
         (least_time_s(costs, request, degrees, schedule, constants) * doubt(degrees), degrees, schedule or "")
@@ -129,7 +129,7 @@ def smallest(request: Request, constants: Constants = CONSTANTS, allows: Allows 
         constants: What is taken from measurement.
         allows: Restricts the layouts.
     """
-    costs = model_costs(request.shape)
+    costs = model_costs(request.shape, request.frozen)
     kind = Kind("fsdp2", "full_shard", True)
     ordered = sorted((least_bytes(costs, request, each, kind), each) for each in legal_degrees(request))
     best: Plan | None = None

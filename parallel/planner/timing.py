@@ -168,4 +168,4 @@ def _optimizer_s(costs: ModelCosts, config: ParallelConfig, blocks: int, speeds:
     root = costs.embedding + costs.head if config.pp == 1 else costs.embedding
     held = (blocks * costs.block / config.tp + root / config.tp) / num_shards(config)
     # AdamW reads parameter, gradient and moments, and writes parameter and moments.
-    return (3 + 2 * ADAM_MOMENTS) * FLOAT32 * held / speeds.bytes_per_s
+    return (3 + 2 * ADAM_MOMENTS) * FLOAT32 * costs.trained * held / speeds.bytes_per_s

@@ -26,6 +26,7 @@ class PlanCommand:
         global_batch: Sequences of a step, over all GPUs.
         headroom: Share of a GPU's memory that stays free.
         reduce: Dtype in which gradients are summed over ranks; any: bfloat16 where it gains enough.
+        frozen: Share of the parameters that is not trained, such as 0.99 beside adapters.
         compute: Dtype of matmuls and activations; float8 is for the linear maps of blocks, beside bfloat16; default:
             bfloat16 on GPUs, and stored, which is float32, on this machine's processors.
         compile: Compile blocks where the layout allows it; default: on GPUs.
@@ -51,6 +52,7 @@ class PlanCommand:
     global_batch: int = 512
     headroom: float = 0.1
     reduce: Literal["any", "float32", "bfloat16"] = "any"
+    frozen: float = 0.0
     compute: Compute | None = None
     compile: bool | None = None
     gpu_table: str | None = None
@@ -77,6 +79,10 @@ class PlanCommand:
             raise ValueError(f"top={self.top} must be at least 1")
         if self.tune < 0 or self.tune_steps < 1:
             raise ValueError(f"tune={self.tune} must be at least 0 and tune_steps={self.tune_steps} at least 1")
+        if self.frozen and (self.tune or self.write):
+            raise ValueError(
+                f"frozen={self.frozen}: recipes of plans train all parameters; leave out --tune and --write"
+            )
         for name in ("frontier", "scaling"):
             path = getattr(self, name)
             if path is not None and not path.endswith(".png"):
@@ -107,6 +113,7 @@ class PlanCommand:
             compile=not on_cpu if self.compile is None else self.compile,
             compute=self.compute or ("stored" if on_cpu else "bfloat16"),
             reduces=reduces,
+            frozen=self.frozen,
         )
 
     def _gpu(self) -> Gpu:

@@ -107,3 +107,11 @@ def test_what_cannot_be_planned_ends_with_one_message_and_its_exit_code(
         main(words)
     assert end.value.code == code
     assert message in capsys.readouterr().err
+
+
+def test_a_request_says_its_dtype_and_what_is_frozen() -> None:
+    asked = PlanCommand(model="llama3.1-8b", gpus=2, compute="float8", frozen=0.99).request()
+    assert (asked.compute, asked.frozen) == ("float8", 0.99)
+    assert PlanCommand(model="llama3.1-8b", gpus=2).request().compute == "bfloat16"
+    with pytest.raises(ValueError, match="recipes of plans train all parameters"):
+        PlanCommand(model="llama3.1-8b", gpus=2, frozen=0.99, write="x.py").check()
