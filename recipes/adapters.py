@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -161,12 +162,16 @@ def find_base(path: str, named: str | None = None) -> AdapterBase | None:
     saved = manifest.header.stateful.get(BASE)
     if saved is None:
         raise ValueError(f"{path} holds adapters and does not say of which base; it is none of recipes.train")
-    for each in (saved["path"], named):
-        if each is not None and _has_digest(each, saved["digest"]):
-            return AdapterBase(os.path.abspath(each), saved["digest"])
+    places = [saved["path"], *({os.path.abspath(named)} - {saved["path"]} if named else ())]
+    for each in places:
+        if _has_digest(each, saved["digest"]):
+            if each != places[-1]:
+                warnings.warn(f"adapters go on with their own base, {each}; {places[-1]} is not used", stacklevel=2)
+            return AdapterBase(each, saved["digest"])
+    found = " and ".join(f"{each} ({'another model' if os.path.exists(each) else 'nothing'})" for each in places)
     raise ValueError(
-        f"{path} holds adapters alone, and their base is not at {saved['path']}"
-        f"{f', nor is it {named}' if named else ''}; put it back, or name it as training.init_from"
+        f"{path} holds adapters alone, and their base is not where it was: at {found}; put it back there, or let "
+        "recipes.train go on with training.init_from at its new place and use what that saves"
     )
 
 

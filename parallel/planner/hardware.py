@@ -29,7 +29,8 @@ class Gpu:
         hop_latency_us: Time that each step of a ring takes beside its bytes, in microseconds.
         host_link_gb_per_s: What a GPU exchanges with the host's memory, in GB/s; may be left out, as PCIe 4 then.
         host_gb_per_s: What the host moves for each GPU in its own memory, in GB/s; may be left out.
-        host_memory_gib: Host memory for each GPU, in GiB; may be left out.
+        host_memory_gib: Host memory for each GPU, in GiB; may be left out. 0: there is none beside `memory_gib`, to
+            which anything could be offloaded.
     """
 
     name: str
@@ -57,6 +58,8 @@ class Gpu:
             raise ValueError(f"GPU {self.name!r}: peak_tflops={peaks!r} must be a table by dtype with bfloat16 in it")
         figures |= {f"peak_tflops.{dtype}": peak for dtype, peak in peaks.items()}
         for name, value in figures.items():
+            if value == 0 and name == "host_memory_gib":
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ValueError(f"GPU {self.name!r}: {name}={value!r} must be a positive number")
         if not isinstance(self.gpus_per_node, int):

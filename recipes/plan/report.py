@@ -67,7 +67,7 @@ def _memory_of(plan: Plan) -> str:
     speed, worst_speed, of_memory, worst = summary([errors(row) for row in read_rows()])
     band = f"speed within {speed:.1%} of published results in the median, {worst_speed:.0%} at worst"
     band += f", memory {of_memory:.1%} and {worst:.0%}" if of_memory is not None else ""
-    return f"peak of the best, {memory.moment}: {', '.join(words)}\npredictions were {band}"
+    return f"peak of the best, {memory.moment}: {', '.join(words)}\npredictions for GPUs were {band}"
 
 
 def show_walk(guide: Walk) -> None:

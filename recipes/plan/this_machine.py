@@ -54,6 +54,8 @@ def measure_machine(num_ranks: int) -> Gpu:
         node_link_gb_per_s=link,
         network_link_gb_per_s=link,
         hop_latency_us=latency_s * 1e6,
+        # The ranks' memory is the host's.
+        host_memory_gib=0.0,
     )
 
 

@@ -182,12 +182,12 @@ def test_a_base_that_moved_is_found_where_it_is_named_and_another_one_is_refused
     first_losses = losses(recipe)
     first.rename(tmp_path / "moved")
     [said] = run_ranks(1, _refused, adapting(base, tmp_path / "out", init_from=str(first)))
-    assert "holds adapters alone, and their base is not at" in said
+    assert "holds adapters alone, and their base is not where it was" in said
     other = dataclasses.replace(base, output=dataclasses.replace(base.output, folder=str(tmp_path / "other")))
     other = dataclasses.replace(other, training=dataclasses.replace(other.training, stop_at=2))
     run_ranks(1, train, other)
     [said] = run_ranks(1, _refused, adapting(base, tmp_path / "out", init_from=other.output.folder))
-    assert re.search("their base is not at .*, nor is it .*other", said)
+    assert re.search(r"base is not where it was: at .*base.*\(nothing\) and .*other.*\(another model\)", said)
     run_ranks(1, train, adapting(base, tmp_path / "out", init_from=str(tmp_path / "moved"), stop_at=3))
     assert losses(recipe)[:2] == first_losses
 
@@ -274,7 +274,7 @@ def test_a_hugging_face_base_of_the_same_sizes_with_another_value_is_refused(tmp
     assert base_path(path) == base.path
     (tmp_path / "hf").rename(tmp_path / "moved")
     moved, other = str(tmp_path / "moved"), hub_folder(tmp_path / "hf", last=1.5)
-    with pytest.raises(ValueError, match="and their base is not at"):
+    with pytest.raises(ValueError, match="and their base is not where it was"):
         base_path(path)
     with pytest.raises(ValueError, match="trained on another base"):
         AdapterBase.at(other).load_state_dict(base.state_dict())
@@ -294,7 +294,7 @@ def test_a_base_that_is_named_serves_where_the_saved_place_holds_no_model(tmp_pa
     found = find_base(path, str(moved))
     assert found is not None
     assert found.path == str(moved)
-    with pytest.raises(ValueError, match="and their base is not at"):
+    with pytest.raises(ValueError, match="and their base is not where it was"):
         find_base(path)
 
 
