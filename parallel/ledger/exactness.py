@@ -37,7 +37,9 @@ def bounds_of(parts: ModelParts, optimizer_kernels: str | None = None) -> tuple[
         optimizer_kernels: How AdamW steps: `fused`, `foreach` or `loop`; None: fused.
     """
     config, traits = parts.config, TRAITS[parts.config.data_parallel]
+    first = [block.fqn for block in parts.whole.first]
     cases = (
+        (first != ["embed"], "a model of another make", None, "the closed form follows the ops of our own decoders"),
         (parts.whole.shape.num_experts > 0, "experts", None, "how many tokens come to an expert is known when they do"),
         (
             not all(each.trainable for each in parts.parameters),

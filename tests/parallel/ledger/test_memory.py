@@ -182,3 +182,17 @@ def test_what_cannot_be_predicted_is_listed_with_its_reason() -> None:
         assert predicted.memory is None
         assert [bound.share for bound in predicted.bounds if bound.is_unknown] == [None]
         assert all(bound.reason for bound in predicted.bounds)
+
+
+def test_the_peak_of_a_model_with_other_modules_is_not_predicted() -> None:
+    from parallel.layout import resolve
+    from parallel.ledger.exactness import bounds_of
+    from parallel.ledger.parts import model_parts
+    from recipes.model import model_and_plan
+
+    asked = recipe({}, {"num_layers": 1})
+    model, plan = model_and_plan(asked)
+    parts = model_parts(model, resolve(asked.parallel, 2), plan)
+    assert not any(bound.is_unknown for bound in bounds_of(parts))
+    other = dataclasses.replace(parts, whole=dataclasses.replace(parts.whole, first=()))
+    assert [bound.term for bound in bounds_of(other) if bound.is_unknown] == ["a model of another make"]
