@@ -61,7 +61,7 @@ def bounds_of(parts: ModelParts, optimizer_kernels: str | None = None) -> tuple[
             config.pp > 1 and config.schedule not in ("gpipe", "1f1b"),
             "micro-batches in flight",
             None,
-            "torch makes the order of this schedule while it runs",
+            "micro-batches of its stages overlap in an order that is not followed",
         ),
         (
             config.sharding.reshard_group is not None,
@@ -76,10 +76,16 @@ def bounds_of(parts: ModelParts, optimizer_kernels: str | None = None) -> tuple[
             "they are taken as gathered with their block, though each is gathered by itself",
         ),
         (
-            config.sharding.forward_prefetch > 1,
-            "units gathered ahead in forward",
+            config.cp_method == "ring" and config.activation_checkpointing == "selective",
+            "what a ring keeps for backward",
             0.10,
-            "one more unit may be gathered than is counted",
+            "which of its steps' results a policy keeps is counted by block, not step by step",
+        ),
+        (
+            config.precision.compute != "stored" and config.cp_method == "allgather" and bool(parts.whole.tied),
+            "the gradient of a tied embedding in the compute dtype",
+            0.05,
+            "it waits beside what cp gathers, which is not followed",
         ),
         (
             not traits.shards and config.precision.compute != "stored",
