@@ -11,7 +11,6 @@ from checkpoint import filesystem
 from checkpoint.boxes import Box
 from checkpoint.safetensors_header import StoredValues
 from checkpoint.shard_file import memory_of
-from checkpoint.uncached import OpenFile, Pages, copy
 
 BLOCK_BYTES = 1 << 20
 """Memory for values that are cast or rearranged, or that lie on another device; few enough to stay in the cache."""
@@ -22,19 +21,10 @@ MAX_WRITE_BYTES = 1 << 30
 
 
 class Scratch:
-    """Memory that one thread reads into and writes from, made when it is first needed.
+    """Memory that one thread reads into and writes from, made when it is first needed."""
 
-    Attributes:
-        pages: What the thread reads files into that are not in the page cache.
-    """
-
-    def __init__(self, pages: Pages | None = None) -> None:
-        """Takes no memory yet.
-
-        Args:
-            pages: More of it, to read files past the page cache; None: they are read through that.
-        """
-        self.pages = pages
+    def __init__(self) -> None:
+        """Takes no memory yet."""
         self._memory: Tensor | None = None
 
     def take(self, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -50,11 +40,11 @@ class Scratch:
         return self._memory[: prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
 
 
-def read_box(file: OpenFile, values: StoredValues, box: Box, target: Tensor, scratch: Scratch) -> int:
+def read_box(descriptor: int, values: StoredValues, box: Box, target: Tensor, scratch: Scratch) -> int:
     """Fills a tensor with a box of stored values, straight from the file where that is possible.
 
     Args:
-        file: The file.
+        descriptor: The file, open.
         values: Where the whole tensor lies in it.
         box: The part to read.
         target: What to fill, of the box's sizes; on any device, of any dtype and strides.
@@ -72,12 +62,12 @@ def read_box(file: OpenFile, values: StoredValues, box: Box, target: Tensor, scr
     if _is_file_memory(target, values):
         view = memory_of(target)
         for start, length in _runs(values, box):
-            _read(file, view[:length], start, scratch.pages)
+            _read(descriptor, view[:length], start)
             view = view[length:]
     else:
         for part, slab in slabs(box, target, BLOCK_BYTES * target.dtype.itemsize // values.dtype.itemsize):
             room = scratch.take(part.sizes, values.dtype, target.device)
-            read_box(file, values, part, room, scratch)
+            read_box(descriptor, values, part, room, scratch)
             slab.copy_(room)
     return target.numel() * values.dtype.itemsize
 
@@ -171,15 +161,9 @@ def _places(values: StoredValues, box: Box, num_dims: int) -> Iterator[int]:
     return places(start, 0)
 
 
-def _read(file: OpenFile, view: memoryview, start: int, pages: Pages | None) -> None:
+def _read(descriptor: int, view: memoryview, start: int) -> None:
     while len(view):
-        stop = start + min(len(view), READ_BYTES)
-        found = file.read(start, stop, pages)
-        if found is None:
-            count = os.preadv(file.descriptor, [view[: stop - start]], start)
-        else:
-            count = len(found)
-            copy(view[:count], found)
+        count = os.preadv(descriptor, [view[:READ_BYTES]], start)
         if count == 0:
             raise ValueError(f"it ends before byte {start + len(view)}; it is damaged")
         view, start = view[count:], start + count

@@ -96,11 +96,9 @@ class ShardReader:
             OSError: If a file cannot be read.
         """
         plans: dict[int, FilePlan] = {}
-        names: set[str] = set()
         for each in slices:
             box = each.box
             self._check_inside(each.name, box)
-            names.add(each.name)
             if each.out.numel() == 0:
                 continue
             for piece in self.owners.overlapping(each.name, box):
@@ -111,8 +109,7 @@ class ShardReader:
                 if shared is not None:
                     values, within = self.check_entry(plan.file, piece), shared.within(piece.box)
                     plan.parts.extend(parts_of(values, within, _narrow(each, shared), plan.file.block_bytes))
-        whole_bytes = sum(self.manifest.tensors[name].num_bytes for name in names)
-        return Reads([plans[rank] for rank in sorted(plans)], whole_bytes)
+        return Reads([plans[rank] for rank in sorted(plans)])
 
     def file(self, rank: int) -> VerifiedFile:
         """The file that a rank wrote, its digests and header checked.

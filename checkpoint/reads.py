@@ -1,6 +1,5 @@
 """Fills memory from data files, a few large reads at a time."""
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,7 +11,6 @@ import torch
 
 from checkpoint.extents import READ_BYTES, Part, Transfer, runs
 from checkpoint.shard_file import memory_of
-from checkpoint.uncached import Pages
 from checkpoint.verified_file import Extent, VerifiedFile
 
 T = TypeVar("T")
@@ -38,20 +36,13 @@ class FilePlan:
 class Reads:
     """Reads of some slices, with all that can be refused beforehand refused."""
 
-    def __init__(self, plans: Sequence[FilePlan], whole_bytes: int) -> None:
+    def __init__(self, plans: Sequence[FilePlan]) -> None:
         """Keeps what is to be read.
 
         Args:
             plans: By file.
-            whole_bytes: Bytes of all tensors of which some part is read.
         """
-        self._plans, self._whole_bytes = plans, whole_bytes
-
-    @property
-    def share(self) -> float:
-        """What is read of these tensors, as a share of them."""
-        num_bytes = sum(part.out.numel() * part.dtype.itemsize for plan in self._plans for part in plan.parts)
-        return num_bytes / max(self._whole_bytes, 1)
+        self._plans = plans
 
     @property
     def file_bytes(self) -> int:
@@ -63,12 +54,8 @@ class Reads:
                 total += min(-(-run[-1].stop // size) * size, end) - run[0].start // size * size
         return total
 
-    def run(self, *, shared: bool = True) -> None:
+    def run(self) -> None:
         """Fills the memory of all slices.
-
-        Args:
-            shared: Whether others on this machine may read the same bytes, so that it is worth while to have them in
-                its page cache. What is in there is read from there in any case.
 
         Raises:
             ValueError: If a block is damaged; memory is then partly filled.
@@ -76,11 +63,11 @@ class Reads:
         """
         for first in range(0, len(self._plans), FILES_AT_ONCE):
             with ExitStack() as stack:
-                work, num_bytes, own = list[Callable[[], None]](), 0, _Own(shared)
+                work, num_bytes = list[Callable[[], None]](), 0
                 for plan in self._plans[first : first + FILES_AT_ONCE]:
                     stack.enter_context(plan.file)
                     for run in runs(plan.parts, plan.file.block_bytes):
-                        work.append(partial(_read, plan.file, run, own))
+                        work.append(partial(_read, plan.file, run))
                         num_bytes += run[-1].stop - run[0].start
                 for _ in in_threads(work, num_bytes):
                     pass
@@ -107,23 +94,7 @@ def in_threads(work: Sequence[Callable[[], T]], num_bytes: int) -> Iterator[T]:
             pool.shutdown(cancel_futures=True)
 
 
-class _Own(threading.local):
-    """Memory of each thread, made when it is first needed."""
-
-    def __init__(self, shared: bool) -> None:
-        self._shared = shared
-        self._pages: Pages | None = None
-
-    def pages(self, num_bytes: int) -> Pages | None:
-        """Room to read that many bytes past the page cache; None where they are to go through it."""
-        if self._shared:
-            return None
-        if self._pages is None or self._pages.num_bytes < num_bytes:
-            self._pages = Pages(max(num_bytes, READ_BYTES))
-        return self._pages
-
-
-def _read(file: VerifiedFile, run: list[Transfer], own: _Own) -> None:
+def _read(file: VerifiedFile, run: list[Transfer]) -> None:
     """Reads what lies close together, then hands on what went through scratch memory."""
     scratch = {
         index: torch.empty(each.stop - each.start, dtype=torch.uint8)
@@ -132,7 +103,7 @@ def _read(file: VerifiedFile, run: list[Transfer], own: _Own) -> None:
     }
     targets = [each.memory or memory_of(scratch[index]) for index, each in enumerate(run)]
     extents = [Extent(each.start, target) for each, target in zip(run, targets, strict=True)]
-    file.read(extents, own.pages(run[-1].stop - run[0].start + 2 * file.block_bytes))
+    file.read(extents)
     for index, values in scratch.items():
         part = run[index].part
         part.out.copy_(values.view(part.dtype).as_strided(part.out.shape, part.strides))

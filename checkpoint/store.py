@@ -183,11 +183,9 @@ def _load(found: Path, manifest: Manifest, state: TrainState, options: LoadOptio
     fit, differences = ranks.together(where, lambda: _fit(found, Fit(state, manifest, options, elsewhere)))
     restore = Restore(fit, ranks)
     reads = read(lambda: ShardReader(found, manifest).prepare(restore.slices()))
-    # If all ranks read as much, then more than everything is something twice.
-    shared = reads.share * ranks.size > 1.1
     try:
         ranks.together(where, restore.begin)
-        read(partial(reads.run, shared=shared))
+        read(reads.run)
         ranks.together(where, restore.finish)
     except BaseException as error:
         restore.undo(error)

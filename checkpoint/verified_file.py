@@ -11,7 +11,6 @@ import xxhash
 from checkpoint.files import open_plain
 from checkpoint.manifest import StoredFile, digests_name
 from checkpoint.safetensors_header import LENGTH_BYTES, FileHeader, header_length, parse_header
-from checkpoint.uncached import OpenFile, Pages, copy
 
 DIGEST_BYTES = 8
 MAX_VECTORS = 1000
@@ -59,23 +58,21 @@ class VerifiedFile:
 
     def __enter__(self) -> "VerifiedFile":
         """Opens the file."""
-        self._opened = OpenFile(_open(self.path, self.stored.num_bytes))
+        self._descriptor = _open(self.path, self.stored.num_bytes)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Closes the file."""
-        self._opened.__exit__(kind, error, trace)
+        os.close(self._descriptor)
 
-    def read(self, extents: Sequence[Extent], pages: Pages | None = None) -> None:
+    def read(self, extents: Sequence[Extent]) -> None:
         """Reads bytes and checks the blocks that hold them, each read once.
 
         Args:
             extents: What to read, ascending, not overlapping, at most a few hundred; what lies between two of them is
                 read as well.
-            pages: Memory for all of that and the blocks around it, to read past the page cache what is not in it;
-                None: read through the cache.
 
         Raises:
             ValueError: If a block is damaged, or the file is shorter than it should be.
@@ -83,12 +80,6 @@ class VerifiedFile:
         """
         start = extents[0].start // self.block_bytes * self.block_bytes
         stop = min(-(-extents[-1].stop // self.block_bytes) * self.block_bytes, self.stored.num_bytes)
-        content = self._opened.read(start, stop, pages)
-        if content is not None:
-            self._refuse_damage([content], start)
-            for each in extents:
-                copy(each.target, content[each.start - start : each.stop - start])
-            return
         views, at = [], start
         for extent in extents:
             if extent.start > at:
@@ -98,9 +89,6 @@ class VerifiedFile:
         if stop > at:
             views.append(memoryview(bytearray(stop - at)))
         self._fill(views, start)
-        self._refuse_damage(views, start)
-
-    def _refuse_damage(self, views: Sequence[memoryview], start: int) -> None:
         for block in self._damaged(views, start):
             first = block * self.block_bytes
             raise ValueError(self.damage(first, min(first + self.block_bytes, self.stored.num_bytes)))
@@ -146,7 +134,7 @@ class VerifiedFile:
         """Reads from one place on into memory that lies in many."""
         pending = list(views)
         while pending:
-            num_bytes = os.preadv(self._opened.descriptor, pending[:MAX_VECTORS], start)
+            num_bytes = os.preadv(self._descriptor, pending[:MAX_VECTORS], start)
             if num_bytes == 0:
                 raise ValueError(f"{self.path} ends at byte {start}, it was cut while it was read; {self.remedy}")
             start += num_bytes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from checkpoint.box_io import READ_BYTES, Scratch, read_box, slabs
+from checkpoint.box_io import Scratch, read_box, slabs
 from checkpoint.canonical import by_fqn
 from checkpoint.differences import Differences
 from checkpoint.hub.folder import HubFolder, open_hub_folder
@@ -17,7 +17,6 @@ from checkpoint.hub.places import Part, Place, Places, file_shapes, parts_of
 from checkpoint.placed import local_box
 from checkpoint.ranks import Ranks
 from checkpoint.state import Trained, canonical_parameters
-from checkpoint.uncached import OpenFile, Pages
 from parallel.replicas import local_part
 
 NUM_THREADS = 3
@@ -68,10 +67,7 @@ def load_hub(path: str | os.PathLike[str], trained: Trained, names: HubNames, *,
     # One rank reads the headers: ranks together would ask a file system for ranks x files of them.
     folder = ranks.on_coordinator(where, lambda: open_hub_folder(path))
     parts = ranks.together(where, lambda: HubPlan(folder, parameters, names, cast=cast).local_parts())
-    # If all ranks read as much, then more than everything is something twice.
-    held = sum(part.values.numel() for part in parts)
-    shared = held * ranks.size > 1.1 * sum(each.numel() for each in parameters.values())
-    num_bytes = ranks.together(where, lambda: read_parts(folder, parts, shared=shared))
+    num_bytes = ranks.together(where, lambda: read_parts(folder, parts))
     tensors.fill_held()
     return num_bytes
 
@@ -168,14 +164,12 @@ class HubPlan:
                     )
 
 
-def read_parts(folder: HubFolder, parts: Sequence[Part], *, shared: bool = True) -> int:
+def read_parts(folder: HubFolder, parts: Sequence[Part]) -> int:
     """Fills parts in the order in which files have them.
 
     Args:
         folder: The folder.
         parts: From `HubPlan`.
-        shared: Whether others on this machine may read the same bytes, so that it is worth while to have them in its
-            page cache.
 
     Returns:
         Bytes read.
@@ -195,7 +189,7 @@ def read_parts(folder: HubFolder, parts: Sequence[Part], *, shared: bool = True)
 
     def read(piece: Part) -> int:
         if not hasattr(own, "scratch"):
-            own.scratch = Scratch(None if shared else Pages(READ_BYTES))
+            own.scratch = Scratch()
         return _read_part(folder, piece, own.scratch)
 
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hub-import") as pool:
@@ -210,8 +204,10 @@ def read_parts(folder: HubFolder, parts: Sequence[Part], *, shared: bool = True)
 @torch.no_grad()
 def _read_part(folder: HubFolder, part: Part, scratch: Scratch) -> int:
     name, values = folder.tensors[part.name]
-    with OpenFile(folder.open(name)) as file:
-        try:
-            return read_box(file, values, part.box, part.values, scratch)
-        except ValueError as error:
-            raise ValueError(f"{folder.path / name}: {part.name}: {error}") from error
+    descriptor = folder.open(name)
+    try:
+        return read_box(descriptor, values, part.box, part.values, scratch)
+    except ValueError as error:
+        raise ValueError(f"{folder.path / name}: {part.name}: {error}") from error
+    finally:
+        os.close(descriptor)
