@@ -28,8 +28,9 @@ from tests.ranks import run_ranks
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 STREAM_BYTES = 2 * 64 * 64 * 2
-NORM_BYTES = 5 * 64 * 4
 """Two sequences of 64 tokens, 64 wide, in bfloat16."""
+NORM_BYTES = 5 * 64 * 4
+"""Norms of two blocks and the last, 64 wide, in float32."""
 BF16 = Precision(compute="bfloat16", reduce="float32")
 FP16 = Precision(compute="float16", reduce="float32")
 
