@@ -1,10 +1,11 @@
 """What each pipeline schedule asks for, and which rank runs which stage under it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from parallel.plan import ModelShape
-from parallel.schedule_file import read_schedule
+from parallel.schedule_file import ScheduleFile, read_schedule
 
 if TYPE_CHECKING:
     from parallel.config import ParallelConfig
@@ -59,10 +60,15 @@ def traits_of(config: "ParallelConfig") -> ScheduleTraits:
     Raises:
         ValueError: If the schedule is in a file that cannot be run.
     """
-    if config.schedule == FROM_FILE:
-        splits = read_schedule(config.schedule_file or "").splits_backward
-        return ScheduleTraits(torch_name=None, most=None, splits_backward=splits)
+    table = _table(config)
+    if table is not None:
+        return ScheduleTraits(torch_name=None, most=None, splits_backward=table.splits_backward)
     return SCHEDULES[config.schedule or "1f1b"]
+
+
+def _table(config: "ParallelConfig") -> ScheduleFile | None:
+    """What the file of a config says; None: its schedule is one of torch's."""
+    return read_schedule(config.schedule_file or "") if config.schedule == FROM_FILE else None
 
 
 def num_stages(config: "ParallelConfig") -> int:
@@ -71,8 +77,9 @@ def num_stages(config: "ParallelConfig") -> int:
     Args:
         config: The layout.
     """
-    if config.schedule == FROM_FILE:
-        return len(read_schedule(config.schedule_file or "").ranks)
+    table = _table(config)
+    if table is not None:
+        return len(table.ranks)
     return len(config.stages) if config.stages else config.pp * traits_of(config).fewest
 
 
@@ -82,8 +89,9 @@ def stage_ranks(config: "ParallelConfig") -> tuple[int, ...]:
     Args:
         config: The layout.
     """
-    if config.schedule == FROM_FILE:
-        return read_schedule(config.schedule_file or "").ranks
+    table = _table(config)
+    if table is not None:
+        return table.ranks
     return placement(num_stages(config), config.pp, is_v=traits_of(config).is_v)
 
 
@@ -98,8 +106,9 @@ def check_stages(config: "ParallelConfig", shape: ModelShape) -> None:
         ValueError: If they do not fit each other.
     """
     traits, count, layers = traits_of(config), num_stages(config), shape.num_layers
-    if config.schedule == FROM_FILE:
-        _check_file(config)
+    table = _table(config)
+    if table is not None:
+        _check_table(config, table.ranks)
     elif count % config.pp or count < traits.fewest * config.pp or (traits.most and count > traits.most * config.pp):
         of_rank = f"{traits.fewest}" if traits.most == traits.fewest else f"at least {traits.fewest}"
         raise ValueError(
@@ -117,9 +126,8 @@ def check_stages(config: "ParallelConfig", shape: ModelShape) -> None:
         raise ValueError(f"stages={config.stages} hold {sum(config.stages)} blocks, but the model has {layers}")
 
 
-def _check_file(config: "ParallelConfig") -> None:
-    """Holds a schedule in a file against the layout."""
-    ranks = read_schedule(config.schedule_file or "").ranks
+def _check_table(config: "ParallelConfig", ranks: Sequence[int]) -> None:
+    """Holds a schedule in a file, by the rank of each stage, against the layout."""
     if 1 + max(ranks) != config.pp:
         raise ValueError(
             f"{config.schedule_file} has rows for {1 + max(ranks)} ranks, but pp={config.pp}; give it a row for "
@@ -170,10 +178,11 @@ def check_micro_batches(config: "ParallelConfig", num_micro_batches: int) -> Non
     """
     if config.pp == 1 or _runs(config, num_micro_batches):
         return
-    if config.schedule == FROM_FILE:
+    table = _table(config)
+    if table is not None:
         raise ValueError(
             f"a step has {num_micro_batches} micro-batches, but {config.schedule_file} is a schedule of "
-            f"{read_schedule(config.schedule_file or '').num_micro_batches}; give the step as many"
+            f"{table.num_micro_batches}; give the step as many"
         )
     legal = [n for n in range(1, num_micro_batches + 4 * num_stages(config)) if _runs(config, n)]
     nearest = sorted(sorted(legal, key=lambda n: abs(n - num_micro_batches))[:4])
@@ -185,8 +194,9 @@ def check_micro_batches(config: "ParallelConfig", num_micro_batches: int) -> Non
 
 
 def _runs(config: "ParallelConfig", num_micro_batches: int) -> bool:
-    if config.schedule == FROM_FILE:
-        return num_micro_batches == read_schedule(config.schedule_file or "").num_micro_batches
+    table = _table(config)
+    if table is not None:
+        return num_micro_batches == table.num_micro_batches
     traits = traits_of(config)
     if num_micro_batches < (num_stages(config) if traits.fills_stages else config.pp):
         return False
