@@ -19,6 +19,7 @@ from recipes.bench.storage import bench_storage
 from recipes.launch import run
 from recipes.messages import one_message
 from recipes.metrics import format_bytes
+from recipes.terminal import open_console
 
 What = Literal["step", "checkpoint"]
 PARTS: Mapping[What, tuple[str, ...]] = {
@@ -156,9 +157,8 @@ def main(arguments: list[str] | None = None) -> None:
     with one_message(debug=debug):
         command = tyro.cli(BenchCommand, args=arguments, prog="python -m recipes.bench")
         command.check()
-        console = Console(highlight=False)
         bench = bench_step if command.what == "step" else bench_checkpoint
-        results = bench(command, console if console.is_terminal else Console(highlight=False, width=120))
+        results = bench(command, open_console(120))
         if command.json is not None:
             Path(command.json).write_text(json.dumps(results, indent=1))
 

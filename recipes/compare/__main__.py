@@ -24,6 +24,7 @@ from recipes.find import DEFAULT_RECIPE, find_recipe
 from recipes.launchers import join_launcher
 from recipes.messages import USER_ERROR, one_message
 from recipes.recipe import Recipe
+from recipes.terminal import open_console
 
 RESIDUAL, FAILED = 3, 4
 """Exit codes where a prediction was wrong, and where a layout failed."""
@@ -152,8 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
         command = parse(CompareCommand, words, "python -m recipes.compare")
         # So that ranks are ended too.
         signal.signal(signal.SIGTERM, _stop)
-        console = Console(highlight=False)
-        console = console if console.is_terminal else Console(highlight=False, width=200)
+        console = open_console(200)
         rows = compare(command, console)
         _print_summary(console, rows)
         folder = Path(command.folder)

@@ -16,6 +16,7 @@ from recipes.ledger.report import dry_json, print_dry, print_ranks, ranks_json
 from recipes.ledger.rows import lines
 from recipes.messages import one_message
 from recipes.recipe import Recipe
+from recipes.terminal import open_console
 
 WRONG = 3
 """Exit code where a prediction was further off than promised."""
@@ -82,8 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     with one_message(debug="--debug" in words):
         command = parse_ledger(words)
-        console = Console(highlight=False)
-        console = console if console.is_terminal else Console(highlight=False, width=160)
+        console = open_console(160)
         holds = _real(command, console) if command.world_size is None else _dry(command, command.world_size, console)
     sys.exit(0 if holds else WRONG)
 

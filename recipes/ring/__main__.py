@@ -5,7 +5,6 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from recipes.checks import check_integer
@@ -14,6 +13,7 @@ from recipes.launch import run
 from recipes.launchers import is_first_rank, world_size_to_come
 from recipes.messages import one_message
 from recipes.ring.measure import Row, measure
+from recipes.terminal import open_console
 
 MOST_RANKS = 8
 
@@ -89,8 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows = run(measure, command.size, num_processes=command.nproc or MOST_RANKS, debug=debug)
         if not is_first_rank():
             return
-        console = Console(highlight=False)
-        console = console if console.is_terminal else Console(highlight=False, width=120)
+        console = open_console(120)
         console.print(table(rows, command.size))
         if command.json is not None:
             figures = {"num_elements": command.size, "rows": [asdict(row) for row in rows]}

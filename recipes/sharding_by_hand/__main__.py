@@ -5,7 +5,6 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from recipes.checks import check_integer
@@ -14,6 +13,7 @@ from recipes.launch import run
 from recipes.launchers import is_first_rank, world_size_to_come
 from recipes.messages import one_message
 from recipes.sharding_by_hand.train import Comparison, Moment, compare
+from recipes.terminal import open_console
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
         comparison = run(compare, command.steps, num_processes=command.nproc, debug=debug)
         if not is_first_rank():
             return
-        console = Console(highlight=False)
-        console = console if console.is_terminal else Console(highlight=False, width=120)
+        console = open_console(120)
         console.print(life_table(comparison.life), losses_table(comparison), sep="\n")
         if command.json is not None:
             Path(command.json).write_text(json.dumps(asdict(comparison), indent=1))
