@@ -104,11 +104,12 @@ def of_block(
     """
     config, recompute = candidate.config, candidate.recompute
     tp, width = config.tp, costs.width
-    # Forward multiplies by each matrix once, backward twice.
-    matmul_s = (6 + recompute.again[0]) * speeds.matmul_s(num_tokens, width, costs.query_width / tp)
-    matmul_s += (6 + recompute.again[1]) * speeds.matmul_s(num_tokens, width, costs.kv_width / tp)
+    # Forward multiplies by each matrix once, backward for the gradient of its input, and for its own if it is trained.
+    products = 2 + costs.trained
+    matmul_s = (2 * products + recompute.again[0]) * speeds.matmul_s(num_tokens, width, costs.query_width / tp)
+    matmul_s += (2 * products + recompute.again[1]) * speeds.matmul_s(num_tokens, width, costs.kv_width / tp)
     experts = costs.experts
-    runs = 9 + recompute.again[2]
+    runs = 3 * products + recompute.again[2]
     if experts is None:
         matmul_s += runs * speeds.matmul_s(num_tokens, width, costs.wide / tp)
     else:
@@ -172,4 +173,5 @@ def of_head(costs: ModelCosts, config: ParallelConfig, num_tokens: int, speeds: 
         speeds: What the chip does in a second.
     """
     logits = num_tokens * costs.vocab_size / config.tp
-    return 6 * logits * costs.width / speeds.flops_per_s, LOGIT_PASSES * logits / speeds.bytes_per_s
+    flops = 2 * (2 + costs.trained) * logits * costs.width
+    return flops / speeds.flops_per_s, LOGIT_PASSES * logits / speeds.bytes_per_s

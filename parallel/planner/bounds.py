@@ -89,7 +89,8 @@ def least_time_s(
         moved *= constants.eager_passes
     memory_per_s = gpu.memory_gb_per_s * GB * constants.memory_share
     attention_s = num_tokens * pairs / flops_per_s / tp
-    compute_s = num_tokens * (6 * matmuls / fastest_per_s + moved / memory_per_s) / tp + attention_s
+    matmuls_s = 2 * (2 + costs.trained) * matmuls / fastest_per_s
+    compute_s = num_tokens * (matmuls_s + moved / memory_per_s) / tp + attention_s
     sent_s = layers * Link(tp, 1, gpu, constants).time_s("all_gather", 8 * num_tokens * costs.width * itemsize, 8)
     if cp > 1:
         sent_s += layers * _least_of_context(

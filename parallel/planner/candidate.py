@@ -131,8 +131,8 @@ class Request:
         compute: Dtype of matmuls and activations; `stored` is float32, `float8` multiplies the linear maps of blocks
             in float8 and computes all else in bfloat16.
         reduces: Dtypes in which gradients may be summed over ranks.
-        frozen: Share of the parameters that is not trained, as beside adapters; memory and the optimizer's time count
-            the others alone, while the time of backward and of gradients is that of training all.
+        frozen: Share of the parameters that is not trained, as beside adapters: it has no moments and no gradient, so
+            none is computed, summed or held.
     """
 
     shape: ModelShape

@@ -45,7 +45,8 @@ class ModelCosts(NamedTuple):
         head: Those of the head that are not the embedding's.
         total: Parameters of the model.
         experts: Layers with experts; None: there is none.
-        trained: Share of the parameters that has gradients and moments, taken to be the same of each part.
+        trained: Share of the parameters whose gradients are computed and summed over ranks and that has moments, taken
+            to be the same of each part.
     """
 
     num_layers: int

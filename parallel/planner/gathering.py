@@ -45,6 +45,14 @@ class Held(NamedTuple):
     root: float
     units: float
 
+    def times(self, share: float) -> "Held":
+        """As many units of which each has a share of the elements.
+
+        Args:
+            share: From 0 to 1.
+        """
+        return self._replace(blocks=share * self.blocks, routed=share * self.routed, root=share * self.root)
+
 
 def elements_held(costs: ModelCosts, config: ParallelConfig, options: Options, blocks: int) -> Held:
     """What a rank has to gather.
@@ -92,13 +100,15 @@ def data_parallel_s(
     reduced = FLOAT32 if itemsize == FLOAT32 or options.reduce == "float32" else BFLOAT16
     once = candidate.reduce_gradients == "last" or config.pp > 1 or not traits.sums_each_micro_batch
     reductions = 1 if once else times
+    # The gradient of a flattened unit is whole, whatever of it is trained.
+    summed = held if traits.flattens else held.times(costs.trained)
     if config.resolved_strategy == "no_shard":
-        return _whole_s(options, held, reductions * reduced, work, ranks, constants)
+        return _whole_s(options, summed, reductions * reduced, work, ranks, constants)
     gathers = 1 if config.pp > 1 else times
     sent_s = gathers * _gathers_s(config, options, held, itemsize, ranks, constants)
-    sent_s += reductions * _over_shards(held, "reduce_scatter", reduced, ranks, held.units)
-    part = reduced * (held.blocks + held.root) / num_shards(config)
-    part += reduced * held.routed / ranks.experts.ranks
+    sent_s += reductions * _over_shards(summed, "reduce_scatter", reduced, ranks, held.units)
+    part = reduced * (summed.blocks + summed.root) / num_shards(config)
+    part += reduced * summed.routed / ranks.experts.ranks
     sent_s += reductions * ranks.replicas.time_s("all_reduce", part, held.units)
     if options.units == "model":
         # One unit has to be there before anything is computed, and its gradient is complete when nothing is left.
@@ -136,23 +146,23 @@ def _over_shards(held: Held, kind: Kind, itemsize: int, ranks: Ranks, count: flo
 
 
 def _whole_s(
-    options: Options, held: Held, bytes_of_each: float, work: Work, ranks: Ranks, constants: Constants
+    options: Options, summed: Held, bytes_of_each: float, work: Work, ranks: Ranks, constants: Constants
 ) -> float:
     """Gradients of whole parameters, in buckets of ddp or in units; zero1 then sends the parameters that changed."""
     config, over = ranks.config, ranks.replicas
     traits = TRAITS[config.data_parallel]
     if over.ranks == 1:
         return 0.0
-    sent = bytes_of_each * (held.blocks + held.routed + held.root)
+    sent = bytes_of_each * (summed.blocks + summed.routed + summed.root)
     buckets = traits.has_buckets and config.tp == config.pp == 1
     size = min(sent, options.bucket_cap_mb * MIB)
-    count = max(1.0, sent / size) if buckets else held.units
+    count = max(1.0, sent / size) if buckets else summed.units
     sent_s = over.time_s("all_reduce", sent, count)
     # The last bucket is full when nothing is left to compute.
     wait_s = over.time_s("all_reduce", size, 1) if buckets else 0.0
     if traits.splits_optimizer_rows:
         # After the optimizer nothing runs behind which parameters could travel.
-        wait_s += over.time_s("all_gather", FLOAT32 * (held.blocks + held.root), held.units)
+        wait_s += over.time_s("all_gather", FLOAT32 * (summed.blocks + summed.root), summed.units)
     return max(exposed(sent_s, work.behind_s, constants), constants.interference * sent_s + wait_s)
 
 
@@ -171,6 +181,7 @@ def host_s(costs: ModelCosts, candidate: Candidate, blocks: int, gpu: Gpu) -> fl
     own = (held.blocks + held.root) / num_shards(candidate.config)
     own += held.routed * candidate.config.ep / num_shards(candidate.config)
     times = candidate.num_micro_batches if candidate.config.pp == 1 else 1
-    moved = FLOAT32 * own * (2 * times + (1 if candidate.reduce_gradients == "last" else times))
+    gradients = costs.trained * (1 if candidate.reduce_gradients == "last" else times)
+    moved = FLOAT32 * own * (2 * times + gradients)
     # AdamW reads parameter, gradient and moments, and writes parameter and moments.
-    return moved / (gpu.host_link_gb_per_s * GB) + 7 * FLOAT32 * own / (gpu.host_gb_per_s * GB)
+    return moved / (gpu.host_link_gb_per_s * GB) + 7 * FLOAT32 * costs.trained * own / (gpu.host_gb_per_s * GB)
