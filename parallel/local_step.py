@@ -120,6 +120,7 @@ class _Swap:
                 continue
             known, local = self._states.get(parameter, ({}, {}))
             if not _same(known, entries):
+                entries.update({name: self._adopt(value, parameter) for name, value in entries.items()})
                 local = {name: self._unwrap(value, parameter) for name, value in entries.items()}
                 self._states[parameter] = (dict(entries), local)
             local_state[self._twins[parameter]] = dict(local)
@@ -157,6 +158,16 @@ class _Swap:
             self._twins[parameter] = twin
         twin.grad = None if parameter.grad is None else self._shards.part(parameter.grad, parameter)
         return twin
+
+    def _adopt(self, value: Any, parameter: nn.Parameter) -> Any:
+        """State that was made before the first step, and so whole on every rank, becomes this rank's part of it."""
+        if not isinstance(value, Tensor) or isinstance(value, DTensor) or not value.dim():
+            return value
+        if value.shape != parameter.shape:
+            return value
+        # A copy, so that the other rows are freed.
+        whole = self._shards.whole(self._shards.part(value, parameter).clone(), parameter)
+        return whole if isinstance(whole, DTensor) else value
 
     def _unwrap(self, value: Any, parameter: nn.Parameter) -> Any:
         """This rank's part of state of the parameter's shape; anything else as it is."""

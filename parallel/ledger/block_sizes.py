@@ -5,6 +5,7 @@ from math import prod
 
 from parallel.config import ContextParallelMethod
 from parallel.context_parallel import sent_kv_heads
+from parallel.ledger.optimizer_memory import Kernels
 from parallel.ledger.parts import ModelParts
 
 PROJECTIONS = {
@@ -29,7 +30,9 @@ class BatchShape:
         sequence_length: Tokens of a sequence, whole.
         has_documents: Whether attention keeps documents apart, which takes a mask.
         chunk_tokens: Tokens whose logits the loss holds at a time.
-        optimizer_loops: Whether AdamW takes parameters one by one in elementary operators; fused it holds nothing.
+        optimizer: One of `OPTIMIZERS`.
+        optimizer_kernels: How it steps.
+        decays: Whether it decays weights.
     """
 
     num_micro_batches: int
@@ -37,7 +40,9 @@ class BatchShape:
     sequence_length: int
     has_documents: bool
     chunk_tokens: int = 256
-    optimizer_loops: bool = False
+    optimizer: str = "adamw"
+    optimizer_kernels: Kernels = "fused"
+    decays: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

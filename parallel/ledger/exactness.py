@@ -29,12 +29,11 @@ class Bound:
         return self.share is None
 
 
-def bounds_of(parts: ModelParts, optimizer_kernels: str | None = None) -> tuple[Bound, ...]:
+def bounds_of(parts: ModelParts) -> tuple[Bound, ...]:
     """What is not exact for a layout; nothing is wrong with model states and traffic.
 
     Args:
         parts: The rank's part of the model.
-        optimizer_kernels: How AdamW steps: `fused`, `foreach` or `loop`; None: fused.
     """
     config, traits = parts.config, TRAITS[parts.config.data_parallel]
     first = [block.fqn for block in parts.whole.first]
@@ -47,7 +46,6 @@ def bounds_of(parts: ModelParts, optimizer_kernels: str | None = None) -> tuple[
             None,
             "which gradients of activations autograd then leaves out is not followed",
         ),
-        (optimizer_kernels == "foreach", "temporaries of the optimizer", None, "they depend on torch's grouping"),
         (config.compile, "compiled blocks", None, "the compiler decides which results it keeps"),
         (traits.flattens, "flattened units", 0.05, "torch frees flat parameters a little earlier than others"),
         (

@@ -6,6 +6,7 @@ from math import prod
 
 from parallel.ledger.block_sizes import BatchShape, itemsizes
 from parallel.ledger.ends_memory import INT64
+from parallel.ledger.optimizer_memory import step_temporaries
 from parallel.ledger.parts import ModelParts, num_reductions, num_shards
 from parallel.ledger.pieces import Memory
 from parallel.ledger.schedule_order import actions_of
@@ -53,7 +54,7 @@ class _Step:
         self.memory = Memory()
         self.units = UnitMemory(parts, self.memory, coordinates["tp"])
         self.stretches = Stretches(parts, batch, coordinates)
-        self.states = predict_states(parts, coordinates)
+        self.states = predict_states(parts, coordinates, batch.optimizer)
         self.layers, self.spans = layers_of(parts), spans_of(parts)
 
     def forecast(self) -> MemoryForecast:
@@ -68,8 +69,7 @@ class _Step:
             self._pipeline()
         else:
             after = self._micro_batches()
-        if self.batch.optimizer_loops:
-            self._optimizer()
+        self._optimizer()
         return MemoryForecast(rest=rest, after_forward=after, peak=self.memory.peak)
 
     def _rest(self) -> int:
@@ -193,11 +193,16 @@ class _Step:
         memory.change(-whole - sent)
 
     def _optimizer(self) -> None:
-        """Two temporaries of the current parameter beside one of the last."""
-        parts, before = self.parts, 0
+        """What its step holds for a moment."""
+        parts, batch = self.parts, self.batch
         stored = itemsizes(parts)[0]
-        for each in parts.parameters:
-            if each.trainable:
-                size = prod(each.split(parts.config.tp, self.coordinates["tp"])) // num_shards(parts.config) * stored
-                self.memory.change(0, before + 2 * size)
-                before = size
+        sizes = [
+            (
+                prod(own := each.split(parts.config.tp, self.coordinates["tp"])) // num_shards(parts.config) * stored,
+                len(own) > 1,
+            )
+            for each in parts.parameters
+            if each.trainable
+        ]
+        above = step_temporaries(batch.optimizer, batch.optimizer_kernels, decays=batch.decays, sizes=sizes)
+        self.memory.change(0, above)

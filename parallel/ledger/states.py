@@ -6,13 +6,12 @@ from math import prod
 
 from parallel.config import ParallelConfig
 from parallel.ledger.live import LiveBytes
+from parallel.ledger.optimizer_memory import NUMBER_BYTES, OPTIMIZERS, OptimizerMemory, optimizer_memory
 from parallel.ledger.padding import flat_ranges, splits_columns, unit_elements
 from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, is_unit_based, num_shards, part
 from parallel.traits import TRAITS
 
-ADAM_MOMENTS = 2
-ADAM_STEP_BYTES = 4
-"""AdamW counts the steps of each parameter in a float32."""
+ADAM_MOMENTS = OPTIMIZERS["adamw"].tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +29,21 @@ class Moments:
     after_backward: LiveBytes
 
 
-def predict_states(parts: ModelParts, coordinates: Mapping[str, int]) -> Moments:
-    """What one rank holds of parameters, gradients and AdamW's state.
+def predict_states(parts: ModelParts, coordinates: Mapping[str, int], optimizer: str = "adamw") -> Moments:
+    """What one rank holds of parameters, gradients and the optimizer's state.
 
     Args:
         parts: The model in its layout.
         coordinates: Place of the rank along `fsdp`, `loss` and `tp`, from 0.
+        optimizer: One of `OPTIMIZERS`.
+
+    Raises:
+        ValueError: If the optimizer is none of them.
     """
+    memory = optimizer_memory(optimizer)
     held = sum(_stored(unit.parameters, parts.config, coordinates) for unit in parts.units)
     gradients = sum(_stored(_with_gradients(unit, parts.config), parts.config, coordinates) for unit in parts.units)
-    state = sum(_adam(unit.parameters, parts.config, coordinates) for unit in parts.units)
+    state = sum(_kept_by(memory, unit.parameters, parts.config, coordinates) for unit in parts.units)
     gathered = _gathered(parts, coordinates)
     return Moments(
         rest=LiveBytes(parameters=held, unsharded=0, gradients=0, optimizer_state=state),
@@ -62,14 +66,19 @@ def _stored(parameters: Sequence[ParameterSpec], config: ParallelConfig, coordin
     return unit_elements(parameters, config, coordinates["tp"]) // shards * parameters[0].dtype.itemsize
 
 
-def _adam(parameters: Sequence[ParameterSpec], config: ParallelConfig, coordinates: Mapping[str, int]) -> int:
-    """Bytes of AdamW's state for what a rank updates of a unit, without padding."""
+def _kept_by(
+    memory: OptimizerMemory,
+    parameters: Sequence[ParameterSpec],
+    config: ParallelConfig,
+    coordinates: Mapping[str, int],
+) -> int:
+    """Bytes of an optimizer's state for what a rank updates of a unit, without padding."""
     if TRAITS[config.data_parallel].flattens:
         counts = _in_own_range(parameters, config, coordinates)
     else:
         counts = [_in_own_rows(each, config, coordinates) for each in parameters]
     return sum(
-        ADAM_MOMENTS * count * each.dtype.itemsize + ADAM_STEP_BYTES
+        memory.tensors * count * each.dtype.itemsize + memory.numbers * NUMBER_BYTES
         for each, count in zip(parameters, counts, strict=True)
         if each.trainable
     )

@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from parallel.ledger.optimizer_memory import kernels_of
 from recipes.command import parse
 from recipes.compare.job import run_job
 from recipes.find import find_recipe
@@ -36,6 +37,7 @@ class LedgerCommand:
         world_size: Ranks of a job to look at one rank of, without running it. None: a real step.
         rank: That rank.
         nproc: Ranks of the real step; default: one for each GPU, or 2 without any.
+        optimizer: What takes the step; recipes train with AdamW.
         json: Print JSON.
         limit_s: Seconds after which the real step is ended.
         debug: Show the traceback of an error.
@@ -45,6 +47,7 @@ class LedgerCommand:
     world_size: int | None = None
     rank: int = 0
     nproc: int | None = None
+    optimizer: str = "adamw"
     json: bool = False
     limit_s: float = 600.0
     debug: bool = False
@@ -96,7 +99,8 @@ def _real(command: LedgerCommand, console: Console) -> bool:
 
     num_ranks = command.nproc or default_num_processes()
     command.recipe.check_layout(num_ranks)
-    outcome = run_job(measure, command.recipe, num_processes=num_ranks, limit_s=command.limit_s)
+    kernels_of(command.optimizer, command.recipe.optimizer.implementation)
+    outcome = run_job(measure, command.recipe, command.optimizer, num_processes=num_ranks, limit_s=command.limit_s)
     if outcome.failure is not None:
         raise ValueError(outcome.failure)
     ledgers = outcome.value
@@ -110,7 +114,7 @@ def _real(command: LedgerCommand, console: Console) -> bool:
 def _dry(command: LedgerCommand, world_size: int, console: Console) -> bool:
     from recipes.ledger.dry import dry_ledger
 
-    ledger = dry_ledger(command.recipe, world_size, command.rank)
+    ledger = dry_ledger(command.recipe, world_size, command.rank, command.optimizer)
     if command.json:
         print(json.dumps(dry_json(command.recipe, ledger)))
     else:

@@ -37,16 +37,18 @@ class DryLedger:
     time_s: float
 
 
-def dry_ledger(recipe: Recipe, world_size: int, rank: int) -> DryLedger:
+def dry_ledger(recipe: Recipe, world_size: int, rank: int, optimizer: str = "adamw") -> DryLedger:
     """Builds a recipe as one rank of many and takes a step.
 
     Args:
         recipe: What to train and how to split it.
         world_size: Ranks of the job.
         rank: The rank to be.
+        optimizer: One of `OPTIMIZERS`.
 
     Raises:
-        ValueError: If the recipe does not fit that many ranks, or the rank is none of them.
+        ValueError: If the recipe does not fit that many ranks, the rank is none of them, or the ledger does not know
+            the optimizer.
     """
     start_s = time.monotonic()
     built = dry_run(recipe, world_size, rank)
@@ -54,11 +56,11 @@ def dry_ledger(recipe: Recipe, world_size: int, rank: int) -> DryLedger:
     num_micro_batches = recipe.training.num_micro_batches(config.dp_replicate * config.dp_shard)
     with fake_world(world_size, rank):
         coordinates = coordinates_of(build_mesh(recipe.parallel, "cpu"))
-    predicted = forecast(recipe, world_size, coordinates, num_micro_batches)
+    predicted = forecast(recipe, world_size, coordinates, num_micro_batches, optimizer)
     why_not = check_fake(recipe)
     traced = None
     if why_not is None:
-        traced, _ = fake_step(recipe, world_size, rank, num_micro_batches, look=coordinates_of)
+        traced, _ = fake_step(recipe, world_size, rank, num_micro_batches, look=coordinates_of, optimizer=optimizer)
     return DryLedger(
         rank=rank,
         world_size=world_size,

@@ -43,7 +43,12 @@ def check_fake(recipe: Recipe) -> str | None:
 
 
 def fake_step(
-    recipe: Recipe, world_size: int, rank: int, num_micro_batches: int, look: Callable[[Mesh], T]
+    recipe: Recipe,
+    world_size: int,
+    rank: int,
+    num_micro_batches: int,
+    look: Callable[[Mesh], T],
+    optimizer: str = "adamw",
 ) -> tuple[TracedStep, T]:
     """Builds the recipe as that rank would and takes its step; no memory is used and nothing is sent.
 
@@ -53,6 +58,7 @@ def fake_step(
         rank: The rank to be.
         num_micro_batches: Micro-batches of the step.
         look: What is asked of the mesh.
+        optimizer: One of `OPTIMIZERS`.
 
     Returns:
         The step; what `look` gave.
@@ -67,7 +73,7 @@ def fake_step(
         # schedule of a pipeline takes them all.
         enough = 3 if num_reductions(mesh.config, num_micro_batches) == 1 else 2
         taken = num_micro_batches if mesh.degree("pp") > 1 else min(num_micro_batches, enough)
-        run = TracedRun(recipe, mesh, functools.partial(allocate, clear=False), taken, mode)
+        run = TracedRun(recipe, mesh, functools.partial(allocate, clear=False), taken, mode, optimizer)
         with _without_values(recipe):
             return _with_more(run.trace(), recipe, num_micro_batches - taken), look(mesh)
 

@@ -10,6 +10,7 @@ from parallel.ledger.block_sizes import BatchShape
 from parallel.ledger.exactness import Bound, bounds_of
 from parallel.ledger.flops import FlopConvention, recomputed_flops_per_token, training_flops_per_token
 from parallel.ledger.memory import MemoryForecast, predict_memory
+from parallel.ledger.optimizer_memory import kernels_of
 from parallel.ledger.parts import ModelParts, model_parts, num_shards
 from parallel.ledger.states import Moments, predict_states
 from parallel.ledger.stretches import kept_results
@@ -56,7 +57,13 @@ class Forecast:
     hardware_flops_per_token: Mapping[str, int]
 
 
-def forecast(recipe: Recipe, world_size: int, coordinates: Mapping[str, int], num_micro_batches: int) -> Forecast:
+def forecast(
+    recipe: Recipe,
+    world_size: int,
+    coordinates: Mapping[str, int],
+    num_micro_batches: int,
+    optimizer: str = "adamw",
+) -> Forecast:
     """What one rank is to do in a step.
 
     Args:
@@ -64,6 +71,10 @@ def forecast(recipe: Recipe, world_size: int, coordinates: Mapping[str, int], nu
         world_size: Ranks of the job.
         coordinates: Place of the rank along each of `VIEWS`.
         num_micro_batches: Micro-batches of a step.
+        optimizer: One of `OPTIMIZERS`; recipes train with AdamW.
+
+    Raises:
+        ValueError: If the ledger does not know the optimizer, or torch has no such kernels of it.
     """
     config = resolve(recipe.parallel, world_size)
     model, plan = model_and_plan(recipe)
@@ -73,7 +84,9 @@ def forecast(recipe: Recipe, world_size: int, coordinates: Mapping[str, int], nu
         micro_batch=recipe.training.micro_batch,
         sequence_length=recipe.data.sequence_length,
         has_documents=not recipe.data.attend_across_documents,
-        optimizer_loops=recipe.optimizer.implementation == "loop",
+        optimizer=optimizer,
+        optimizer_kernels=kernels_of(optimizer, recipe.optimizer.implementation),
+        decays=recipe.optimizer.weight_decay > 0,
     )
     step = StepShape(
         num_micro_batches=num_micro_batches,
@@ -84,9 +97,9 @@ def forecast(recipe: Recipe, world_size: int, coordinates: Mapping[str, int], nu
     flops: dict[str, int] = {each: training_flops_per_token(shape, length, each) for each in CONVENTIONS}
     kept, every = kept_results(config), config.activation_checkpoint_every
     again = {each: recomputed_flops_per_token(shape, length, each, kept, every=every) for each in CONVENTIONS}
-    bounds = bounds_of(parts, recipe.optimizer.implementation)
+    bounds = bounds_of(parts)
     return Forecast(
-        states=predict_states(parts, coordinates),
+        states=predict_states(parts, coordinates, optimizer),
         memory=None if any(bound.is_unknown for bound in bounds) else predict_memory(parts, batch, coordinates),
         terms=predict_traffic(parts, step, coordinates["tp"], coordinates["fsdp"]),
         bounds=bounds,

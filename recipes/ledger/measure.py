@@ -32,29 +32,31 @@ class RankLedger:
     reserved_bytes: int | None = None
 
 
-def measure(recipe: Recipe) -> tuple[RankLedger, ...]:
+def measure(recipe: Recipe, optimizer: str = "adamw") -> tuple[RankLedger, ...]:
     """Takes a few steps of a recipe on made-up tokens; every rank calls this.
 
     Args:
         recipe: With its layout.
+        optimizer: One of `OPTIMIZERS`.
 
     Returns:
         The ledger of each rank, on every rank.
 
     Raises:
-        ValueError: On every rank, if the recipe does not fit the ranks.
+        ValueError: On every rank, if the recipe does not fit the ranks or the ledger does not know the optimizer.
     """
     import torch
 
     mesh, ranks = build_mesh(recipe.parallel), Ranks()
     num_micro_batches = recipe.training.num_micro_batches(mesh.degree("dp"))
-    run = TracedRun(recipe, mesh, functools.partial(materialize, seed=recipe.training.seed), num_micro_batches)
+    fill = functools.partial(materialize, seed=recipe.training.seed)
+    run = TracedRun(recipe, mesh, fill, num_micro_batches, optimizer=optimizer)
     traced = run.trace()
     on_gpu = mesh.device.type == "cuda"
     mine = RankLedger(
         rank=ranks.rank,
         mesh=mesh.describe(),
-        predicted=forecast(recipe, mesh.size, coordinates_of(mesh), num_micro_batches),
+        predicted=forecast(recipe, mesh.size, coordinates_of(mesh), num_micro_batches, optimizer),
         traced=traced,
         process_peak_bytes=peak_bytes(mesh.device),
         reserved_bytes=torch.cuda.max_memory_reserved(mesh.device) if on_gpu else None,

@@ -16,8 +16,8 @@ from parallel.ledger.live import LiveBytes, LiveMeter
 from parallel.ledger.states import Moments
 from parallel.ledger.trace import MemoryMeter
 from parallel.traits import TRAITS
+from recipes.ledger.optimizers import optimizer_factory
 from recipes.model import build_model
-from recipes.optimizer import adamw_factory
 from recipes.recipe import Recipe
 
 WARM_STEPS = 1
@@ -70,6 +70,7 @@ class TracedRun:
         fill: Callable[[Trained], None],
         num_micro_batches: int,
         mode: AbstractContextManager[Any] | None = None,
+        optimizer: str = "adamw",
     ) -> None:
         """Builds the model and its optimizer.
 
@@ -79,6 +80,7 @@ class TracedRun:
             fill: Gives the parameters memory, such as `materialize`.
             num_micro_batches: Micro-batches of a step.
             mode: Under which tensors are made. None: real ones.
+            optimizer: One of `OPTIMIZERS`.
         """
         self._recipe, self._mode = recipe, mode or nullcontext()
         self.trained = build_model(recipe, mesh)
@@ -91,7 +93,7 @@ class TracedRun:
         self.meter, self._counter = MemoryMeter(mesh.device), CollectiveCounter(mesh)
         with self._mode, self.meter:
             fill(self.trained)
-            self.optimizer: Optimizer = self.trained.build_optimizer(adamw_factory(recipe.optimizer))
+            self.optimizer: Optimizer = self.trained.build_optimizer(optimizer_factory(optimizer, recipe.optimizer))
             self.micro_batches = made_up_batches(recipe, mesh.device, num_micro_batches)
 
     def trace(self) -> TracedStep:

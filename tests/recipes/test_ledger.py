@@ -22,6 +22,7 @@ from recipes.ledger.forecast import coordinates_of
 from recipes.ledger.measure import RankLedger, measure
 from recipes.ledger.rows import Line, lines
 from recipes.ledger.traced import TracedStep
+from recipes.optimizer import OptimizerConfig
 from recipes.recipe import Recipe
 from tests.ranks import run_ranks
 
@@ -150,10 +151,10 @@ def test_a_promise_is_broken_by_one_byte_or_by_more_than_its_share() -> None:
     assert [each.holds for each in (exact, near, far, unknown)] == [False, True, False, True]
 
 
-def dry(recipe: Recipe, world_size: int, rank: int) -> Any:
+def dry(recipe: Recipe, world_size: int, rank: int, optimizer: str = "adamw") -> Any:
     """Whether a dry run holds what it promises, and what it shows."""
     dist.destroy_process_group()
-    ledger = dry_ledger(recipe, world_size, rank)
+    ledger = dry_ledger(recipe, world_size, rank, optimizer)
     own = lines(ledger.predicted, ledger.traced) if ledger.traced is not None else ()
     return all(line.holds for line in own), [line.what for line in own], ledger.why_not, ledger.built.parameter_bytes
 
@@ -164,6 +165,17 @@ def test_a_rank_of_a_thousand_is_predicted_and_traced_alike() -> None:
     assert (holds, why_not) == (True, None)
     assert "all tensors, peak of the step" in what
     assert 0 < parameter_bytes < 4 * recipe.model.num_parameters / 64
+
+
+@pytest.mark.parametrize(("optimizer", "kernels"), [("adamw", "foreach"), ("adagrad", "foreach"), ("sgd", "loop")])
+def test_a_step_of_another_optimizer_or_kernel_is_predicted(optimizer: str, kernels: Any) -> None:
+    recipe = small({})
+    # So few tokens that the optimizer's step holds most.
+    data = dataclasses.replace(recipe.data, sequence_length=8)
+    recipe = dataclasses.replace(recipe, data=data, optimizer=OptimizerConfig(implementation=kernels))
+    ((holds, what, _, _),) = run_ranks(1, dry, recipe, 2, 0, optimizer)
+    assert holds
+    assert ("optimizer state, rest" in what) == (optimizer != "sgd")
 
 
 def test_what_has_no_step_without_values_says_why_and_is_predicted() -> None:

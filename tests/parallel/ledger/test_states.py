@@ -13,9 +13,13 @@ from models.moe import Moe, MoeConfig
 from parallel import ParallelConfig, Precision, Sharding, Trained
 from parallel.layout import resolve
 from parallel.ledger.live import LiveMeter
+from parallel.ledger.optimizer_memory import OPTIMIZERS, kernels_of, optimizer_memory, step_temporaries
 from parallel.ledger.parts import model_parts
 from parallel.ledger.states import Moments, predict_states
 from parallel.ledger.textbook import state_forms
+from parallel.ledger.trace import MemoryMeter
+from recipes.ledger.optimizers import optimizer_factory
+from recipes.optimizer import OptimizerConfig
 from tests.models.moe import small_moe
 from tests.parallel.small_model import adamw, batches, build
 from tests.ranks import run_ranks
@@ -41,11 +45,12 @@ def measured_experts(fields: dict[str, Any], model: dict[str, Any]) -> tuple[Mom
     return moments(trained, whole)
 
 
-def moments(trained: Trained, whole: nn.Module) -> tuple[Moments, Moments]:
+def moments(trained: Trained, whole: nn.Module, name: str = "adamw") -> tuple[Moments, Moments]:
     """What this rank holds in a step, and what was predicted."""
-    mine, optimizer = batches(trained.mesh, 0), trained.build_optimizer(adamw)
+    make = adamw if name == "adamw" else optimizer_factory(name, OptimizerConfig())
+    mine, optimizer = batches(trained.mesh, 0), trained.build_optimizer(make)
     parts = model_parts(whole, trained.config, trained.plan)
-    predicted = predict_states(parts, {view: trained.mesh.coordinate(view) for view in VIEWS})
+    predicted = predict_states(parts, {view: trained.mesh.coordinate(view) for view in VIEWS}, name)
     trained.forward_backward(mine)
     optimizer.step()
     optimizer.zero_grad()
@@ -114,6 +119,53 @@ def test_predicted_states_of_experts_equal_the_measured_ones(name: str) -> None:
 def test_predicted_states_equal_the_measured_ones(name: str) -> None:
     for measured_moments, predicted in run_ranks(CASES[name][0], measured, *CASES[name][1:]):
         assert measured_moments == predicted
+
+
+def measured_optimizers(fields: dict[str, Any]) -> list[tuple[Moments, Moments]]:
+    """The same with every optimizer that the ledger knows, one after the other."""
+    config = LlamaConfig(num_layers=1, vocab_size=259)
+    with torch.device("meta"):
+        whole = Llama(config)
+    return [moments(build(ParallelConfig(**fields), config, dtype=torch.float32), whole, name) for name in OPTIMIZERS]
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "zero1"])
+def test_the_state_of_every_known_optimizer_equals_the_predicted_one(backend: str) -> None:
+    for pairs in run_ranks(3, measured_optimizers, {"data_parallel": backend}):
+        assert all(found == predicted for found, predicted in pairs)
+        assert len({found.rest.optimizer_state for found, _ in pairs}) > 4
+
+
+@pytest.mark.parametrize("kernels", ["fused", "foreach", "loop"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_what_a_step_of_an_optimizer_holds_for_a_moment_is_predicted(kernels: Any, decay: float) -> None:
+    shapes = ((30, 20), (500,), (70, 20), (30, 20), (600,))
+    config = OptimizerConfig(weight_decay=decay, implementation=kernels)
+    for name in OPTIMIZERS:
+        if kernels == "fused" and not optimizer_memory(name).has_fused:
+            continue
+        parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+        optimizer = optimizer_factory(name, config)({str(index): each for index, each in enumerate(parameters)})
+        in_order = [each for group in optimizer.param_groups for each in group["params"]]
+        sizes = [(each.nbytes, each.ndim > 1) for each in in_order]
+        meter = MemoryMeter(torch.device("cpu"))
+        with meter:
+            for each in parameters:
+                each.grad = torch.ones_like(each)
+            optimizer.step()
+            meter.start()
+            before = meter.live_bytes
+            optimizer.step()
+        above = step_temporaries(name, kernels, decays=decay > 0, sizes=sizes)
+        # Single numbers come and go too.
+        assert meter.peak_bytes - before == pytest.approx(above, abs=32), name
+
+
+def test_an_optimizer_that_the_ledger_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not know optimizer 'adafactor'; legal: adamw, adam, sgd"):
+        optimizer_factory("adafactor", OptimizerConfig())
+    with pytest.raises(ValueError, match="torch has no fused rmsprop"):
+        kernels_of("rmsprop", "fused")
 
 
 # Not those that textbooks do not tell apart: units kept or regrouped, embeddings in the root.
