@@ -38,7 +38,7 @@ class BackgroundSaver:
         # Collectives of two threads would meet in one group.
         self._group = dist.new_group(backend="gloo") if self._ranks.is_distributed else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="background-save")
-        self._buffer: Tensor | None = None
+        self._rooms: dict[str, Tensor] = {}
         self._pending: list[Future[Path]] = []
         weakref.finalize(self, _report, self._pending)
 
@@ -62,7 +62,7 @@ class BackgroundSaver:
             error.add_note(f"besides, a save in the background failed: {failure}")
         finally:
             self._thread.shutdown()
-            self._buffer = None
+            self._rooms.clear()
 
     @property
     def is_writing(self) -> bool:
@@ -81,9 +81,7 @@ class BackgroundSaver:
         """
         self.finish()
         planned = store.plan(self._folder, state, self._ranks)
-        copied, self._buffer = self._ranks.together(
-            "copy the state to host memory", lambda: writer.snapshot(planned, self._buffer)
-        )
+        copied = self._ranks.together("copy the state to host memory", lambda: writer.snapshot(planned, self._rooms))
         self._pending.append(
             self._thread.submit(store.commit, self._folder, copied, self._retention, Ranks(self._group))
         )

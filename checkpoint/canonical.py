@@ -1,6 +1,6 @@
 """Tensors in the shapes of the model, whatever part of them a rank holds and how."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from functools import cached_property
 from typing import Protocol
 
@@ -57,6 +57,10 @@ class CanonicalTensors(Mapping[str, Tensor]):
         """How many they are."""
         return len(self._held)
 
+    def items(self) -> ItemsView[str, Tensor]:
+        """All of them, in less time than name by name."""
+        return self._tensors.items()
+
     def shape(self, name: str) -> torch.Size:
         """The shape of one of them, without making it."""
         held, fqn = self._held[name], fqn_of(name)
@@ -69,6 +73,7 @@ class CanonicalTensors(Mapping[str, Tensor]):
                 self._backend.from_canonical(fqn_of(name), self._tensors[name], held)
 
     @cached_property
+    @torch.no_grad()
     def _tensors(self) -> dict[str, Tensor]:
         return {
             name: self._backend.to_canonical(fqn_of(name), held) if self._is_split(name) else held

@@ -46,22 +46,22 @@ class LocalBoxes:
         return cut(tensor.shape, cuts)
 
 
-def layout_of(tensor: Tensor, world_size: int) -> Layout:
+def layout_of(mesh: DeviceMesh | None, placements: Sequence[Placement], world_size: int) -> Layout:
     """The layout of a tensor, equal on all ranks that hold parts of it.
 
     Args:
-        tensor: A DTensor, or a plain tensor that all ranks hold alike.
+        mesh: The mesh of a DTensor; None: a plain tensor that all ranks hold alike.
+        placements: Its placement along each dim of the mesh.
         world_size: Ranks of the job.
 
     Raises:
         ValueError: If the ranks of its mesh form no regular grid, or it is sharded in a way that is no cut of a dim.
     """
-    if not isinstance(tensor, DTensor):
+    if mesh is None:
         return replicated(world_size)
-    mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
     strides = _strides(mesh)
-    cuts = _ordered_cuts(tensor.placements, tuple(mesh.shape))
+    cuts = _ordered_cuts(placements, tuple(mesh.shape))
     axes = sorted(
         (stride, name, size) for name, size, stride in zip(names, mesh.shape, strides, strict=True) if size > 1
     )

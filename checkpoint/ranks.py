@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
+import xxhash
 
 T = TypeVar("T")
 
@@ -62,14 +64,38 @@ class Ranks:
             ValueError: If it met bad input.
             RuntimeError: If it met anything else.
         """
+        return self.alike(what, action, lambda result: "")[0]
+
+    def alike(self, what: str, action: Callable[[], T], digest: Callable[[T], str]) -> tuple[T, bool]:
+        """The same, which also tells whether the ranks' results are alike, for the price of one question.
+
+        Args:
+            what: As in `together`.
+            action: As in `together`.
+            digest: Hashes a result.
+
+        Returns:
+            This rank's result; whether all ranks' have one hash.
+
+        Raises:
+            OSError: As `together`.
+            ValueError: As `together`.
+            RuntimeError: As `together`.
+        """
         failure: Failure | None = None
         cause: Exception | None = None
+        text = ""
         try:
             result = action()
+            text = digest(result)
         except Exception as error:
             failure, cause = Failure.of(error), error
-        self._raise_any(what, self.gather(failure), cause)
-        return result
+        numbers = _numbers(text)
+        # The highest complement is that of the lowest. What failed where travels only if something did.
+        failed, *highest = self._highest(int(failure is not None), *numbers, *(~each for each in numbers))
+        if failed:
+            self._raise_any(what, self.gather(failure), cause)
+        return result, highest == [*numbers, *(~each for each in numbers)]
 
     def collect(self, what: str, action: Callable[[], T]) -> list[T]:
         """Runs an action on every rank and hands all results to all ranks.
@@ -174,11 +200,21 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank."""
-        if not self.is_distributed:
+        if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return cast(list[T], values)
+
+    def _highest(self, *numbers: int) -> list[int]:
+        """The highest of all ranks of each of some numbers; takes a tenth of the time of objects."""
+        if self.size == 1:
+            return list(numbers)
+        # A group takes tensors of some kinds of devices, "cpu:gloo,cuda:nccl" for example.
+        on_cpu = "cpu" in dist.get_backend_config(self.group)
+        values = torch.tensor(numbers, device="cpu" if on_cpu else torch.cuda.current_device())
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return [int(each) for each in values.tolist()]
 
     def error(self, what: str, failures: Mapping[int, Failure]) -> Exception:
         """One exception for all ranks.
@@ -200,3 +236,9 @@ class Ranks:
         if isinstance(exception, OSError):
             exception.errno = first.errno
         return exception
+
+
+def _numbers(text: str) -> list[int]:
+    """Four numbers that tell a text from others."""
+    words = xxhash.xxh3_128(text.encode()).digest()
+    return [int.from_bytes(words[at : at + 4], "little") for at in range(0, len(words), 4)]

@@ -85,8 +85,8 @@ class FlatState:
     """A training state in the form that storage takes, and that knows nothing of modules or optimizers.
 
     Attributes:
-        tensors: Canonical name -> tensor of the model's shape: `model.<fqn>`, `optimizer.<fqn>.<entry>`. Reading the
-            first one may take all ranks.
+        tensors: Canonical name -> tensor of the model's shape: `model.<fqn>`, `optimizer.<fqn>.<entry>`, to be read
+            without gradients. Reading the first one may take all ranks.
         per_rank: Canonical name -> this rank's row of a tensor with a row for each rank: `rng.<device>`.
         header: All that is no tensor.
     """
@@ -114,12 +114,16 @@ def model_tensors(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     Raises:
         ValueError: If some have no memory.
     """
+    return {name: parameter.detach() for name, parameter in _named(parameters).items()}
+
+
+def _named(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     on_meta = [fqn for fqn, parameter in parameters.items() if parameter.is_meta]
     if on_meta:
         raise ValueError(
             f"{len(on_meta)} parameters are on meta ({', '.join(on_meta[:3])} ...); call materialize first"
         )
-    return {f"{MODEL_PREFIX}{fqn}": parameter.detach() for fqn, parameter in parameters.items()}
+    return {f"{MODEL_PREFIX}{fqn}": parameter for fqn, parameter in parameters.items()}
 
 
 def canonical_parameters(trained: Trained) -> CanonicalTensors:
@@ -146,7 +150,8 @@ def flatten(state: TrainState, world_size: int) -> FlatState:
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < COUNT_LIMIT:
             raise ValueError(f"{name}={count!r} must be an integer from 0 to below 10**18; set the state's {name}")
     parameters = state.trained.named_parameters()
-    tensors = model_tensors(parameters)
+    # Not cut off from autograd: for DTensors that takes longer than all else here.
+    tensors = _named(parameters)
     optimizer: dict[str, Any] | None = None
     if state.optimizer is not None:
         read = optimizer_state.read(state.optimizer, parameters)

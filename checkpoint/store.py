@@ -2,14 +2,14 @@
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from checkpoint import optimizer_state, steps, writer
+from checkpoint import optimizer_state, save_plan, steps, writer
 from checkpoint.candidates import Candidates
 from checkpoint.canonical import MODEL_PREFIX
 from checkpoint.differences import Differences
@@ -20,10 +20,10 @@ from checkpoint.ranks import Ranks
 from checkpoint.reader import ShardReader
 from checkpoint.restore import Restore
 from checkpoint.retention import Retention
+from checkpoint.save_plan import SavePlan
 from checkpoint.selection import Keys
 from checkpoint.state import FlatState, TrainState, flatten
 from checkpoint.strict_json import digest, to_json
-from checkpoint.writer import SavePlan
 
 T = TypeVar("T")
 
@@ -56,15 +56,27 @@ def plan(folder: Path, state: TrainState, ranks: Ranks) -> SavePlan:
     Raises:
         ValueError: As `save`.
     """
-    flat = _of_all_stages(ranks.together(f"save into {folder}", lambda: flatten(state, ranks.size)), ranks)
-    ranks.require_equal(flat.digests())
-    return writer.plan(flat, ranks)
+    flat, alike = ranks.alike(f"save into {folder}", lambda: flatten(state, ranks.size), _digest)
+    if not alike:
+        flat = _of_all_stages(flat, ranks)
+        ranks.require_equal(flat.digests())
+    return save_plan.plan(flat, ranks)
+
+
+def _held(flat: FlatState) -> tuple[list[str], Mapping[str, Any] | None]:
+    """Names of the parameters that a rank holds, and its optimizer."""
+    held = sorted(name.removeprefix(MODEL_PREFIX) for name in flat.tensors if name.startswith(MODEL_PREFIX))
+    return held, flat.header.optimizer
+
+
+def _digest(flat: FlatState) -> str:
+    """Equal where ranks hold the same parameters and are equal in all that is no tensor."""
+    return digest(to_json([_held(flat)[0], flat.digests()], "state"))
 
 
 def _of_all_stages(flat: FlatState, ranks: Ranks) -> FlatState:
     """The state with a header that describes the optimizer of all pipeline stages, where there are several."""
-    held = sorted(name.removeprefix(MODEL_PREFIX) for name in flat.tensors if name.startswith(MODEL_PREFIX))
-    own = held, flat.header.optimizer
+    own = _held(flat)
     parts = ranks.distinct(own, digest(to_json(own, "optimizer")))
     merged = optimizer_state.merge(list(parts.values())) if len(parts) > 1 else None
     return flat if merged is None else replace(flat, header=replace(flat.header, optimizer=merged))

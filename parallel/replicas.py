@@ -1,6 +1,6 @@
 """Verifies that ranks which should hold the same values do."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -73,11 +73,16 @@ def differ_between_ranks(values: Tensor, group: dist.ProcessGroup | None = None)
     return ends[0] != ~ends[1]
 
 
-@torch.no_grad()
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, sharing its memory, cut off from autograd."""
+    return local_parts([tensor])[0]
+
+
+@torch.no_grad()
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The same of many, in less time than one by one."""
     # Without gradients to_local only hands out the part; detaching a DTensor would cost a dispatch.
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
 
 
 def own_part(tensor: Tensor, whole: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from checkpoint.manifest import Header
 from checkpoint.offline import SLAB_BYTES, Progress, Source
 from checkpoint.owners import Owners
 from checkpoint.ranks import Ranks
+from checkpoint.save_plan import plan
 from checkpoint.state import FlatState, Trained, canonical_parameters
-from checkpoint.writer import plan
 
 DEFAULT_FILE_BYTES = 5_000_000_000
 
