@@ -46,13 +46,15 @@ def attend(
         inputs["mask"] = mask
     del mask
     inputs["out"] = out
-    if sizes.method == "ulysses":
-        inputs["back"] = _exchanged(memory, sizes.queries)
+    back = _exchanged(memory, sizes.queries) if sizes.method == "ulysses" else out
+    inputs["back"] = back
     del sent
-    if saved is not None:
+    if saved is not None and "attention" in sizes.gradients.followed:
+        if not sizes.gradients.keeps_input("o"):
+            inputs.pop("back", None)
         saved.update(inputs)
         saved.update(kept)
-    return (*held, inputs.get("back", out))
+    return (*held, back)
 
 
 def attend_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved) -> None:
@@ -65,7 +67,7 @@ def attend_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved
         saved: What forward kept; taken out of it.
     """
     if sizes.method == "ulysses":
-        del saved["back"]
+        saved.pop("back", None)
         grads[0] = _exchanged(memory, sizes.queries)
     mask = memory.new(sizes.mask) if sizes.method == "ring" else None
     seen = {"allgather": sizes.seen_keys, "ulysses": sizes.exchanged - sizes.queries}
@@ -73,13 +75,15 @@ def attend_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved
     inner = [memory.new(sizes.queries), memory.new(values), memory.new(values)]
     del mask
     grads.clear()
-    for name in ("q", "k", "v", "out", "mask"):
+    for name in ("q", "k", "v", "out", "back", "mask"):
         saved.pop(name, None)
     _back_to_own_tokens(memory, sizes, inner)
-    inner[1] = _turned(memory, sizes, sizes.keys)
-    inner[0] = _turned(memory, sizes, sizes.queries)
+    for index, name, size in ((1, "k norm", sizes.keys), (0, "q norm", sizes.queries)):
+        inner[index] = _turned(memory, sizes, size) if name in sizes.gradients.followed else memory.new(0)
     if sizes.head_rows is not None:
         for index, name in ((1, "k norm"), (0, "q norm")):
+            if name not in sizes.gradients.followed:
+                continue
             own = [inner[index]]
             inner[index] = memory.new(0)
             inner[index] = head_norm_backward(memory, sizes, own, saved, name)

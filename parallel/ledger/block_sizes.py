@@ -5,19 +5,9 @@ from math import prod
 
 from parallel.config import ContextParallelMethod
 from parallel.context_parallel import sent_kv_heads
+from parallel.ledger.block_gradients import PROJECTIONS, BlockGradients, LowRank, block_gradients
 from parallel.ledger.optimizer_memory import Kernels
 from parallel.ledger.parts import ModelParts
-
-PROJECTIONS = {
-    "q": "attention.q_proj",
-    "k": "attention.k_proj",
-    "v": "attention.v_proj",
-    "o": "attention.o_proj",
-    "gate": "feed_forward.gate_proj",
-    "up": "feed_forward.up_proj",
-    "down": "feed_forward.down_proj",
-}
-"""Matrices of a block of a dense decoder, in the order in which they multiply."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +61,8 @@ class BlockSizes:
         splits_stream: Whether it splits the stream too.
         method: How attention sees whole sequences.
         weights: Of the projections, by name.
+        itemsize: Of one element.
+        gradients: Where gradients flow in the block.
     """
 
     tokens: int
@@ -94,6 +86,16 @@ class BlockSizes:
     splits_stream: bool
     method: ContextParallelMethod | None
     weights: dict[str, int]
+    itemsize: int
+    gradients: BlockGradients
+
+    def low(self, adapter: LowRank) -> int:
+        """Bytes between the two matrices of an adapter.
+
+        Args:
+            adapter: Of a projection that reads whole sequences.
+        """
+        return self.tokens * adapter.rank * self.itemsize
 
 
 def itemsizes(parts: ModelParts) -> tuple[int, int, int, int]:
@@ -109,7 +111,7 @@ def itemsizes(parts: ModelParts) -> tuple[int, int, int, int]:
 
 
 def block_sizes(parts: ModelParts, batch: BatchShape, cp_rank: int, tp_rank: int) -> BlockSizes:
-    """Sizes in any block of a dense decoder.
+    """Sizes in the first block of a rank of a dense decoder; others differ in nothing but where gradients flow.
 
     Args:
         parts: The rank's part of the model, with a block or more.
@@ -153,6 +155,8 @@ def block_sizes(parts: ModelParts, batch: BatchShape, cp_rank: int, tp_rank: int
             name: prod(specs[f"{fqn}.{module}.weight"].split(config.tp, tp_rank)) * itemsize
             for name, module in PROJECTIONS.items()
         },
+        itemsize=itemsize,
+        gradients=block_gradients(parts, 0, tp_rank),
     )
 
 

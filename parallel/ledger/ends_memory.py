@@ -30,7 +30,7 @@ class HeadSizes(NamedTuple):
         gathered: Entries of all ranks, filled up to as many on each, where logits are gathered; else 0.
         vocab_size: Entries of all ranks.
         itemsize: Bytes of a logit as it is computed.
-        weight: Bytes of the rank's part of the matrix.
+        weight: Bytes of the gradient of the rank's part of the matrix; 0: it is frozen.
         row: Bytes of a token of the stream.
     """
 
@@ -96,7 +96,8 @@ def loss(sizes: BlockSizes, head: HeadSizes) -> tuple[Stretch, Stretch]:
     base = memory.now
     own = norm_forward(memory, sizes, stream[0], saved, "norm")
     whole = gathered(memory, sizes, own)
-    grad, weight = [memory.new(sizes.whole)], memory.new(head.weight)
+    is_followed = "norm" in sizes.gradients.followed
+    grad, weight = [memory.new(sizes.whole if is_followed else 0)], memory.new(head.weight)
     buffer = memory.new(min(head.chunk_tokens, sizes.tokens) * head.own * head.itemsize)
     left = None
     for _ in range(min(2, -(-sizes.tokens // head.chunk_tokens))):
@@ -105,8 +106,8 @@ def loss(sizes: BlockSizes, head: HeadSizes) -> tuple[Stretch, Stretch]:
     del buffer, left, whole, own
     ahead = Stretch(memory.now - base, memory.peak - base)
     base = memory.peak = memory.now
-    grads = [summed(memory, sizes, grad)]
-    last = norm_backward(memory, sizes, grads, saved, "norm")
+    grads = [summed(memory, sizes, grad)] if is_followed else grad
+    last = norm_backward(memory, sizes, grads, saved, "norm") if is_followed else None
     back = Stretch(memory.now - base, memory.peak - base)
     del weight, last
     return ahead, back
@@ -128,6 +129,6 @@ def _chunk(memory: Memory, sizes: BlockSizes, head: HeadSizes, before: Piece | N
         grad = memory.new(chunk * head.own * head.itemsize)
         del wide
     del before, rows
-    scaled = memory.new(chunk * head.row)
+    scaled = memory.new(chunk * head.row if head.weight else 0)
     del scaled
     return grad

@@ -9,6 +9,9 @@ PROMISE = 0.03
 """Largest error of a predicted peak, as a share of what is traced, where nothing is listed."""
 
 
+_SUMMED = ("o_proj", "down_proj")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """A term that is not exact.
@@ -41,10 +44,16 @@ def bounds_of(parts: ModelParts) -> tuple[Bound, ...]:
         (first != ["embed"], "a model of another make", None, "the closed form follows the ops of our own decoders"),
         (parts.whole.shape.num_experts > 0, "experts", None, "how many tokens come to an expert is known when they do"),
         (
-            not all(each.trainable for each in parts.parameters),
-            "frozen parameters",
-            None,
-            "which gradients of activations autograd then leaves out is not followed",
+            traits.flattens and not all(each.trainable for each in parts.parameters),
+            "frozen parameters in flattened units",
+            0.10,
+            "torch makes gradients of a whole unit where any of its parameters is trained",
+        ),
+        (
+            config.tp > 1 and any(f".{name}.adapter." in each.fqn for each in parts.parameters for name in _SUMMED),
+            "adapters of maps whose output ranks sum",
+            0.10,
+            "where their own sums over ranks are kept is not followed",
         ),
         (config.compile, "compiled blocks", None, "the compiler decides which results it keeps"),
         (traits.flattens, "flattened units", 0.05, "torch frees flat parameters a little earlier than others"),

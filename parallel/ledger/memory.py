@@ -123,8 +123,7 @@ class _Step:
             memory.change(*stretches.loss[0])
             units.leave(head)
         units.end_forward()
-        if not self._flags_stay:
-            memory.change(-flags)
+        memory.change(-self._gone_after_forward)
 
     def _borrowed(self, span: Span, index: int) -> Borrowed:
         """What comes from another stage lies where it was received."""
@@ -134,9 +133,14 @@ class _Step:
         )
 
     @property
-    def _flags_stay(self) -> bool:
-        """A checkpoint holds what its block was given, and a ring keeps it for its own backward."""
-        return self.stretches.kept is not None or self.stretches.sizes.method == "ring"
+    def _gone_after_forward(self) -> int:
+        """What blocks share and backward does without; a checkpoint holds what its block was given."""
+        stretches = self.stretches
+        if stretches.kept is not None:
+            return 0
+        tables = 0 if stretches.turns_back else stretches.tables
+        # A ring keeps them for its own backward.
+        return tables + (0 if stretches.sizes.method == "ring" else stretches.sizes.flags)
 
     def _backward(self, span: Span) -> None:
         memory, units, stretches = self.memory, self.units, self.stretches
@@ -160,7 +164,7 @@ class _Step:
             keeps, borrowed = units.keeps_gradients_of(blocks[index]), self._borrowed(span, index)
             memory.change(*stretches.block(index, keeps_gradients=keeps, borrowed=borrowed)[1])
             units.done(blocks[index])
-        memory.change(-stretches.tables - (stretches.sizes.flags if self._flags_stay else 0))
+        memory.change(self._gone_after_forward - stretches.tables - stretches.sizes.flags)
         if span.is_first:
             memory.change(*stretches.embedding(keeps_gradient=True)[1])
         units.done([*(embed if span.is_first else ()), *(unit for unit in root if unit in span.units)])

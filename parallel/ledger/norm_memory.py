@@ -1,5 +1,7 @@
 """Says what a norm holds, and what `tp` holds around it: the stream is gathered before it is read, and summed after."""
 
+from typing import NamedTuple
+
 from parallel.ledger.block_sizes import BlockSizes
 from parallel.ledger.pieces import Memory, Piece
 
@@ -17,7 +19,7 @@ def norm_forward(memory: Memory, sizes: BlockSizes, x: Piece, saved: Saved, name
         saved: Gets what is kept.
         name: Under which names.
     """
-    return _forward(memory, x, (sizes.rows, sizes.wide, sizes.writes_out_norms), saved, name)
+    return _forward(memory, x, _How.of(sizes, name, sizes.rows, sizes.writes_out_norms), saved, name)
 
 
 def head_norm_forward(memory: Memory, sizes: BlockSizes, x: Piece, saved: Saved, name: str) -> Piece:
@@ -30,7 +32,7 @@ def head_norm_forward(memory: Memory, sizes: BlockSizes, x: Piece, saved: Saved,
         saved: Gets what is kept.
         name: Under which names.
     """
-    return _forward(memory, x, (_rows(sizes, x), sizes.wide, sizes.writes_out_head_norms), saved, name)
+    return _forward(memory, x, _How.of(sizes, name, _rows(sizes, x), sizes.writes_out_head_norms), saved, name)
 
 
 def norm_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved, name: str) -> Piece:
@@ -43,7 +45,7 @@ def norm_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: 
         saved: What forward kept; taken out of it.
         name: Under which names.
     """
-    return _backward(memory, grads, (sizes.rows, sizes.wide, sizes.writes_out_norms), saved, name)
+    return _backward(memory, grads, _How.of(sizes, name, sizes.rows, sizes.writes_out_norms), saved, name)
 
 
 def head_norm_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved, name: str) -> Piece:
@@ -56,7 +58,7 @@ def head_norm_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], sa
         saved: What forward kept; taken out of it.
         name: Under which names.
     """
-    how = (_rows(sizes, grads[-1]), sizes.wide, sizes.writes_out_head_norms)
+    how = _How.of(sizes, name, _rows(sizes, grads[-1]), sizes.writes_out_head_norms)
     return _backward(memory, grads, how, saved, name)
 
 
@@ -97,10 +99,39 @@ def _rows(sizes: BlockSizes, x: Piece) -> int:
     return (sizes.head_rows or 0) * x.num_bytes // sizes.queries
 
 
-def _forward(memory: Memory, x: Piece, how: tuple[int, int, bool], saved: Saved, name: str) -> Piece:
-    num_rows, wide, writes_out = how
+_READS = {"attention norm": "x", "feed-forward norm": "middle", "q norm": "q", "k norm": "k", "norm": "out"}
+"""What each norm reads."""
+
+
+class _How(NamedTuple):
+    """How a norm runs."""
+
+    num_rows: int
+    wide: int
+    writes_out: bool
+    is_followed: bool
+    is_trained: bool
+    reads_followed: bool
+
+    @classmethod
+    def of(cls, sizes: BlockSizes, name: str, num_rows: int, writes_out: bool) -> "_How":
+        gradients = sizes.gradients
+        return cls(
+            num_rows,
+            sizes.wide,
+            writes_out,
+            name in gradients.followed,
+            name in gradients.trained,
+            _READS[name] in gradients.followed,
+        )
+
+
+def _forward(memory: Memory, x: Piece, how: _How, saved: Saved, name: str) -> Piece:
+    num_rows, wide, writes_out, is_followed, is_trained, reads_followed = how
     if writes_out:
-        saved[f"{name} rows"], saved[f"{name} x"] = memory.new(num_rows), x
+        rows = memory.new(num_rows)
+        if is_followed:
+            saved[f"{name} rows"], saved[f"{name} x"] = rows, x
         return memory.new(x.num_bytes)
     wide_x = x if wide == 1 else memory.new(x.num_bytes * wide)
     squares = memory.new(x.num_bytes * wide)
@@ -108,12 +139,15 @@ def _forward(memory: Memory, x: Piece, how: tuple[int, int, bool], saved: Saved,
     normal = memory.new(x.num_bytes * wide)
     del squares
     product = memory.new(x.num_bytes * wide)
-    saved[f"{name} x"], saved[f"{name} rows"], saved[f"{name} normal"] = wide_x, rows, normal
+    if reads_followed:
+        saved[f"{name} x"], saved[f"{name} rows"] = wide_x, rows
+    if is_trained:
+        saved[f"{name} normal"] = normal
     return product if wide == 1 else memory.new(x.num_bytes)
 
 
-def _backward(memory: Memory, grads: list[Piece], how: tuple[int, int, bool], saved: Saved, name: str) -> Piece:
-    num_rows, wide, writes_out = how
+def _backward(memory: Memory, grads: list[Piece], how: _How, saved: Saved, name: str) -> Piece:
+    num_rows, wide, writes_out, _, is_trained, reads_followed = how
     narrow = grads[-1].num_bytes
     size = narrow * wide
     if writes_out:
@@ -125,10 +159,12 @@ def _backward(memory: Memory, grads: list[Piece], how: tuple[int, int, bool], sa
         return product
     if wide > 1:
         grads[-1] = memory.new(size)
-    along, product = memory.new(size), memory.new(size)
+    along, product = memory.new(size if reads_followed else 0), memory.new(size if is_trained else 0)
     del product
     grads.pop()
-    del saved[f"{name} normal"]
+    saved.pop(f"{name} normal", None)
+    if not reads_followed:
+        return memory.new(0)
     straight, product = memory.new(size), memory.new(size)
     del product, along
     spread, power, double, back = (memory.new(size) for _ in range(4))

@@ -145,8 +145,8 @@ def _of_part(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) -> Mo
             members[within].append(replace(spec, ep=config.ep) if is_split else spec)
     kept = kept_unit(chosen, config.sharding)
     specs = [_unit_spec(unit, own, unit is kept, config) for unit, own in zip(units, members, strict=False)]
-    if flattens:
-        specs = _without_backward(specs)
+    # `fully_shard` prefetches, so that it gathers the last of them nevertheless.
+    specs = _without_backward(specs, ahead=0 if flattens else config.sharding.backward_prefetch or 1)
     # The root is needed again as soon as backward starts.
     specs.append(UnitSpec(parameters=tuple(members[-1]), kept=True, gathered_again=False))
     return ModelParts(config=config, plan=plan, styles=styles, units=tuple(specs), whole=plan, pp_rank=0)
@@ -183,10 +183,17 @@ def _unit_spec(unit: Unit, own: Sequence[ParameterSpec], stays: bool, config: Pa
     return UnitSpec(parameters=tuple(own), kept=is_kept, gathered_again=needed and not is_kept)
 
 
-def _without_backward(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
-    """Flattened units as they are gathered again: those before the first trainable parameter have no backward."""
+def _without_backward(specs: Sequence[UnitSpec], ahead: int) -> list[UnitSpec]:
+    """Units as they are gathered again: those before the first trainable parameter have no backward.
+
+    Args:
+        specs: In the order of forward.
+        ahead: How many before the next one are gathered with it in backward.
+    """
     first = next((index for index, spec in enumerate(specs) if any(p.trainable for p in spec.parameters)), len(specs))
-    return [replace(spec, gathered_again=spec.gathered_again and index >= first) for index, spec in enumerate(specs)]
+    return [
+        replace(spec, gathered_again=spec.gathered_again and index >= first - ahead) for index, spec in enumerate(specs)
+    ]
 
 
 def part(size: int, ranks: int, rank: int) -> int:

@@ -1,6 +1,7 @@
 """Works out what each part of a rank's model does to memory: a block, the embedding, the loss."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from parallel.activation_checkpoint import ATTENTION, POLICIES, REDUCTIONS
 from parallel.config import ParallelConfig
 from parallel.ledger import ends_memory
+from parallel.ledger.block_gradients import BlockGradients, block_gradients, gradients_behind
 from parallel.ledger.block_memory import backward, forward
 from parallel.ledger.block_sizes import BatchShape, BlockSizes, block_sizes, itemsizes
 from parallel.ledger.ends_memory import HeadSizes, Stretch
@@ -63,10 +65,12 @@ class Stretches:
         """
         self._parts, self._batch, self._tp_rank = parts, batch, coordinates["tp"]
         self.sizes: BlockSizes = block_sizes(parts, batch, coordinates["cp"], coordinates["tp"])
-        self.kept: Kept = kept_results(parts.config)
+        # A policy may count matmuls, and those of adapters are among them.
+        self.kept: Kept = kept_results(parts.config, tuple(name for name, _ in self.sizes.gradients.adapters))
         _, self._itemsize, sums, _ = itemsizes(parts)
         self.tables = 2 * self.sizes.tokens * (parts.whole.shape.head_dim // 2) * sums
-        self._blocks: dict[tuple[Kept, bool, Borrowed], tuple[Stretch, Stretch]] = {}
+        self._gradients = [block_gradients(parts, index, self._tp_rank) for index in range(len(parts.plan.blocks))]
+        self._blocks: dict[tuple[Kept, BlockGradients, bool, Borrowed], tuple[Stretch, Stretch]] = {}
 
     def block(self, index: int, *, keeps_gradients: bool, borrowed: Borrowed = OWN) -> tuple[Stretch, Stretch]:
         """Forward of a block, and its backward, computing again included.
@@ -77,9 +81,12 @@ class Stretches:
             borrowed: What others hold.
         """
         every = self._parts.config.activation_checkpoint_every
-        key = (self.kept if index % every == 0 else None, keeps_gradients, borrowed)
+        gradients = self._gradients[index]
+        # Autograd keeps nothing of a block that nothing trained comes before, checkpointed or not.
+        kept = self.kept if index % every == 0 and "out" in gradients.followed else None
+        key = (kept, gradients, keeps_gradients, borrowed)
         if key not in self._blocks:
-            self._blocks[key] = self._block(*key)
+            self._blocks[key] = self._block(*key, self.gradients_of(index))
         return self._blocks[key]
 
     def embedding(self, *, keeps_gradient: bool) -> tuple[Stretch, Stretch]:
@@ -88,15 +95,18 @@ class Stretches:
         Args:
             keeps_gradient: Whether that of the table stays where it was made.
         """
-        table = self._bytes_of("embed.weight")
-        back = ends_memory.embed_backward(self.sizes, table, keeps_gradient=keeps_gradient)
-        return ends_memory.embed(self.sizes), back
+        ahead, table = ends_memory.embed(self.sizes), self._bytes_of("embed.weight", trained=True)
+        if not table:
+            # Nothing before the blocks is trained, so no gradient goes further.
+            return ahead, Stretch(0, 0)
+        return ahead, ends_memory.embed_backward(self.sizes, table, keeps_gradient=keeps_gradient)
 
     @cached_property
     def loss(self) -> tuple[Stretch, Stretch]:
         """From the last block to the loss, and back."""
         config, shape = self._parts.config, self._parts.whole.shape
-        weight = self._bytes_of("head.weight") or self._bytes_of("embed.weight")
+        name = "head.weight" if self._bytes_of("head.weight") else "embed.weight"
+        weight = self._bytes_of(name)
         gathers = config.tp > 1 and not config.loss_parallel
         head = HeadSizes(
             chunk_tokens=self._batch.chunk_tokens,
@@ -104,24 +114,37 @@ class Stretches:
             gathered=-(-shape.vocab_size // config.tp) * config.tp if gathers else 0,
             vocab_size=shape.vocab_size,
             itemsize=self._itemsize,
-            weight=weight,
+            weight=self._bytes_of(name, trained=True),
             row=shape.width * self._itemsize,
         )
-        ahead, back = ends_memory.loss(self.sizes, head)
-        return ahead, back._replace(held=back.held + self._bytes_of("norm.weight"))
+        norm = self._bytes_of("norm.weight", trained=True)
+        sizes = replace(self.sizes, gradients=gradients_behind(self._gradients[-1], norm_is_trained=norm > 0))
+        ahead, back = ends_memory.loss(sizes, head)
+        return ahead, back._replace(held=back.held + norm)
 
-    def block_gradients(self) -> int:
-        """Bytes of a block's gradients as backward makes them."""
-        start = f"{self._parts.plan.blocks[0].fqn}."
+    @property
+    def turns_back(self) -> bool:
+        """Whether gradients of queries or keys are turned back somewhere."""
+        return any(each.followed & {"q norm", "k norm"} for each in self._gradients)
+
+    def gradients_of(self, index: int) -> int:
+        """Bytes of a block's gradients as backward makes them.
+
+        Args:
+            index: Its place among the rank's blocks.
+        """
+        start = f"{self._parts.plan.blocks[index].fqn}."
         own = [each for each in self._parts.parameters if each.fqn.startswith(start) and each.trainable]
         return elements(own, self._parts.config, self._tp_rank) * self._itemsize
 
-    def _bytes_of(self, fqn: str) -> int:
-        own = [each for each in self._parts.parameters if each.fqn == fqn]
+    def _bytes_of(self, fqn: str, *, trained: bool = False) -> int:
+        own = [each for each in self._parts.parameters if each.fqn == fqn and (each.trainable or not trained)]
         return elements(own, self._parts.config, self._tp_rank) * self._itemsize
 
-    def _block(self, kept: Kept, keeps_gradients: bool, borrowed: Borrowed) -> tuple[Stretch, Stretch]:
-        memory, sizes = Memory(), self.sizes
+    def _block(
+        self, kept: Kept, gradients: BlockGradients, keeps_gradients: bool, borrowed: Borrowed, trained: int
+    ) -> tuple[Stretch, Stretch]:
+        memory, sizes = Memory(), replace(self.sizes, gradients=gradients)
         stream = [memory.new(sizes.stream)]
         elsewhere = stream.copy() if borrowed.stream else []
         base = memory.now
@@ -130,6 +153,8 @@ class Stretches:
         if kept is None:
             stream.clear()
         ahead = Stretch(memory.now - base, memory.peak - base)
+        if "out" not in gradients.followed:
+            return ahead, Stretch(0, 0)
         grads = [memory.new(sizes.stream)]
         elsewhere += grads if borrowed.gradient else []
         base = memory.peak = memory.now
@@ -140,26 +165,31 @@ class Stretches:
         for each in (stream, results, saved):
             each.clear()
         # Those of norms and biases are few.
-        held = memory.now - base - sum(each.num_bytes for each in weights) + self.block_gradients()
+        held = memory.now - base - sum(each.num_bytes for each in weights) + trained
         back = Stretch(held, memory.peak - base)
         del out, elsewhere
         return ahead, back
 
 
+_ORDER = ("q", "k", "v", "attention", "o", "gate", "up", "down")
+
+
 @cache
-def kept_results(config: ParallelConfig) -> Kept:
+def kept_results(config: ParallelConfig, adapters: tuple[str, ...] = ()) -> Kept:
     """Which results a checkpointed block of a dense model keeps, by the names of its projections and `attention`.
 
     Args:
         config: The layout.
+        adapters: Projections that have one, whose matmuls are called `q first` and `q second`.
     """
     if config.activation_checkpointing != "selective":
         return None if config.activation_checkpointing == "none" else frozenset()
     keep = POLICIES[config.activation_checkpoint_policy]()
     kept: list[str] = []
-    for name in ("q", "k", "v", "attention", "o", "gate", "up", "down"):
+    names = [[each, *((f"{each} first", f"{each} second") if each in adapters else ())] for each in _ORDER]
+    for name in (each for own in names for each in own):
         # Of what ranks add up the sum is kept, if anything.
-        is_sum = config.tp > 1 and name in ("o", "down")
+        is_sum = config.tp > 1 and name in ("o", "down", "o first", "down first")
         ops = ATTENTION if name == "attention" else REDUCTIONS if is_sum else {torch.ops.aten.mm.default}
         if all(keep(op, (None, None)) for op in ops):
             kept.append(name)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from models.layers.lora import LoraConfig
 from parallel import ParallelConfig, Precision, Sharding
 from parallel.ledger.exactness import promised_share
 from recipes.find import find_recipe
@@ -74,6 +75,7 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any], dict[str, Any], bool]] = {
     "pp x fsdp in bf16, last stage": (4, 3, 2, PIPELINE | {"precision": BF16}, {}, False),
     "gpipe, recomputed": (2, 0, 4, FULL | {"pp": 2, "schedule": "gpipe"}, {}, False),
     "pp, a stage in the middle": (4, 2, 4, {"pp": 4, "schedule": "1f1b"} | FULL, {"num_layers": 8}, False),
+    "deep": (2, 0, 1, FULL, {"num_layers": 4}, False),
     "pp x tp": (4, 1, 2, PIPELINE | {"tp": 2, "precision": BF16}, {}, False),
 }
 SLOW = (
@@ -86,6 +88,8 @@ SLOW = (
     "no_shard",
     "pp, a stage in the middle",
     "pp x tp",
+    "zero1, adapters, recomputed",
+    "deep",
     "ddp, recomputed",
     "ddp x tp",
     "fsdp1 no_shard",
@@ -93,10 +97,24 @@ SLOW = (
 )
 
 
-def of_rank(case: str) -> tuple[Forecast, TracedStep]:
+NO_ADAPTERS = LoraConfig()
+ALL_MAPS = LoraConfig(rank=8, targets=("blocks.*.attention.*_proj", "blocks.*.feed_forward.*_proj"))
+# Cases of the table above with adapters, all else frozen.
+ADAPTERS: dict[str, LoraConfig] = {
+    "full_shard": LoraConfig(rank=8),
+    "full_shard in bf16, reduced last": ALL_MAPS,
+    "full_shard, selectively recomputed": ALL_MAPS,
+    "tp in bf16, selectively recomputed": LoraConfig(rank=8),
+    "pp, a stage in the middle": ALL_MAPS,
+    # Nothing is trained before its last block, so that units of the first are not gathered again.
+    "deep": LoraConfig(rank=8, targets=("blocks.3.feed_forward.up_proj",)),
+}
+
+
+def of_rank(case: str, lora: LoraConfig = NO_ADAPTERS) -> tuple[Forecast, TracedStep]:
     """One rank's step on tensors without values, in a process of the pool."""
     world_size, rank, num_micro_batches, layout, model, documents = CASES[case]
-    asked = recipe(layout, model, documents=documents)
+    asked = dataclasses.replace(recipe(layout, model, documents=documents), lora=lora)
     dist.destroy_process_group()
     traced, mesh = fake_step(asked, world_size, rank, num_micro_batches, look=coordinates_of)
     return forecast(asked, world_size, mesh, num_micro_batches), traced
@@ -109,6 +127,21 @@ def test_states_and_traffic_are_exact_and_peaks_within_three_percent(case: str) 
     ((predicted, traced),) = run_ranks(1, of_rank, case)
     assert promised_share(predicted.bounds) == 0.03
     assert_holds(lines(predicted, traced), promised_share(predicted.bounds))
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in ADAPTERS]
+)
+def test_the_same_holds_where_adapters_alone_are_trained(case: str) -> None:
+    ((predicted, traced),) = run_ranks(1, of_rank, case, ADAPTERS[case])
+    assert promised_share(predicted.bounds) == 0.03
+    assert_holds(lines(predicted, traced), 0.03)
+
+
+def test_adapters_of_maps_whose_output_ranks_sum_are_listed_with_a_bound_that_holds() -> None:
+    ((predicted, traced),) = run_ranks(1, of_rank, "tp in bf16, selectively recomputed", ALL_MAPS)
+    assert promised_share(predicted.bounds) == 0.10
+    assert_holds(lines(predicted, traced), 0.10)
 
 
 def assert_holds(own: tuple[Line, ...], share: float) -> None:
@@ -126,6 +159,9 @@ REAL: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp, recomputed": (2, DDP | FULL),
     "ddp x tp": (4, DDP | {"tp": 2}),
     "zero1": (2, {"data_parallel": "zero1"}),
+    "ddp, adapters": (2, DDP),
+    "zero1, adapters, recomputed": (2, FULL | {"data_parallel": "zero1"}),
+    "fsdp1, adapters": (2, {"data_parallel": "fsdp1"}),
     "fsdp1": (2, {"data_parallel": "fsdp1"}),
     "fsdp1 no_shard": (2, {"data_parallel": "fsdp1", "strategy": "no_shard"}),
     "full_shard x tp": (4, {"tp": 2, "precision": BF16}),
@@ -145,6 +181,7 @@ def real(asked: Recipe) -> tuple[RankLedger, ...]:
 def test_the_same_holds_for_real_steps(case: str) -> None:
     world_size, layout = REAL[case]
     asked = recipe(layout, {})
+    asked = dataclasses.replace(asked, lora=ALL_MAPS) if "adapters" in case else asked
     training = dataclasses.replace(asked.training, global_batch=8)
     ledgers = run_ranks(world_size, real, dataclasses.replace(asked, training=training))[0]
     for each in ledgers:
