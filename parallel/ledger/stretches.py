@@ -10,8 +10,9 @@ import torch
 from parallel.activation_checkpoint import ATTENTION, POLICIES, REDUCTIONS
 from parallel.config import ParallelConfig
 from parallel.ledger import ends_memory
+from parallel.ledger.block_backward import backward
 from parallel.ledger.block_gradients import BlockGradients, block_gradients, gradients_behind
-from parallel.ledger.block_memory import backward, forward
+from parallel.ledger.block_memory import forward
 from parallel.ledger.block_sizes import BatchShape, BlockSizes, block_sizes, itemsizes
 from parallel.ledger.ends_memory import HeadSizes, Stretch
 from parallel.ledger.norm_memory import Saved
