@@ -9,7 +9,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, 
 from parallel.ledger.optimizer_memory import kernels_of
 from recipes.optimizer import OptimizerConfig, adamw_factory, decay_groups
 
-_CLASSES: Mapping[str, tuple[type[Optimizer], dict[str, Any]]] = {
+_CLASSES: Mapping[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "adam": (Adam, {}),
     "sgd": (SGD, {}),
     "sgd_momentum": (SGD, {"momentum": 0.9}),
