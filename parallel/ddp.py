@@ -145,7 +145,8 @@ def _sum(state: tuple[dist.ProcessGroup, torch.dtype | None], bucket: dist.GradB
     sent = buffer if dtype is None else buffer.to(dtype)
     work = dist.all_reduce(sent, group=group, async_op=True)
 
-    def take(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-        return done.value()[0].to(buffer.dtype)
+    def take(done: torch.futures.Future[Any]) -> Tensor:
+        done.value()  # raises what the sum raised
+        return sent.to(buffer.dtype)
 
     return work.get_future().then(take)

@@ -155,18 +155,22 @@ class Fsdp1(Backend):
         self._held[fqn].fill(held, canonical, self._mesh)
 
     def _with_ranges(self, held: dict[str, FlatLayout]) -> dict[str, FlatLayout]:
-        """Asks the other ranks how much of each parameter they hold: ranges lie in the order of ranks."""
-        group = self._mesh.group("fsdp")
-        mine = torch.tensor([parameter.numel() for parameter in self._parameters.values()], device=self._mesh.device)
-        sizes = [torch.zeros_like(mine), *(torch.empty_like(mine) for _ in range(group.size()))]
-        dist.all_gather(sizes[1:], mine, group=group)
-        bounds = torch.stack(sizes).cumsum(0).T.tolist()
+        """Ranges lie in the order of ranks."""
+        bounds = self._sizes_on_ranks().cumsum(1).tolist()
         return {
             fqn: replace(
-                each, ranges=FlatRanges(each.part_shape, tuple(bounds_of)), views=each.views | frozenset({"fsdp"})
+                each, ranges=FlatRanges(each.part_shape, (0, *bounds_of)), views=each.views | frozenset({"fsdp"})
             )
             for (fqn, each), bounds_of in zip(held.items(), bounds, strict=True)
         }
+
+    def _sizes_on_ranks(self) -> Tensor:
+        """Asks the other ranks how many elements of each parameter they hold, int64 [parameters, ranks]."""
+        group = self._mesh.group("fsdp")
+        mine = torch.tensor([parameter.numel() for parameter in self._parameters.values()], device=self._mesh.device)
+        sizes = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(sizes, mine, group=group)
+        return torch.stack(sizes, dim=1)
 
     def _complete_gradients(self) -> None:
         """Gives parameters of which this rank holds nothing an empty gradient.

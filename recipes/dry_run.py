@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from parallel import build_mesh
+from parallel.materialize import allocate
 from parallel.replicas import local_part
 from parallel.traits import TRAITS
+from recipes.ledger.gaps import modes_without_values
 from recipes.model import build_model
 from recipes.recipe import Recipe
 
@@ -76,21 +78,23 @@ def dry_run(recipe: Recipe, world_size: int, rank: int = 0) -> DryRun:
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} must be from 0 to {world_size - 1}, as the world has {world_size} ranks")
     recipe.check_layout(world_size)
-    backend = recipe.parallel.data_parallel
-    if TRAITS[backend].flattens:
-        raise ValueError(
-            f"data_parallel={backend!r} flattens parameters when they have values, and a dry run gives them none; look "
-            "at data_parallel='fsdp2' with the same strategy, which holds as much but for padding"
-        )
     with fake_world(world_size, rank):
         mesh = build_mesh(recipe.parallel, "cpu")
         trained = build_model(recipe, mesh)
+        if TRAITS[recipe.parallel.data_parallel].flattens:
+            # It is cut when it is wrapped, which takes parameters that claim to have values.
+            with modes_without_values()():
+                allocate(trained, clear=False)
         views = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
         return DryRun(
             mesh=mesh.describe(),
             coordinates={view: mesh.coordinate(view) for view in views},
             shards={
-                fqn: Shard(tuple(parameter.shape), tuple(local_part(parameter).shape), parameter.dtype)
+                fqn: Shard(
+                    tuple(trained.backend.whole_shape(fqn, parameter)),
+                    tuple(local_part(parameter).shape),
+                    parameter.dtype,
+                )
                 for fqn, parameter in trained.named_parameters().items()
             },
         )

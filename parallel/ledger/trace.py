@@ -83,8 +83,8 @@ class MemoryMeter(TorchDispatchMode):
             result = args[0]
         self.num_ops += 1
         for tensor in tensors_in(result):
-            # A fake tensor claims a device, its storage lies on meta.
-            if tensor.device.type == self._device_type:
+            # A fake tensor claims a device, its storage lies on meta. A wrapper has no memory beside what it wraps.
+            if tensor.device.type == self._device_type and not isinstance(tensor, _WRAPPERS):
                 self._note(tensor.untyped_storage())
         if self.log is not None:
             self.log.append((str(func), self.live_bytes))

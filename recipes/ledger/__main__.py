@@ -25,7 +25,7 @@ WRONG = 3
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerCommand:
-    """What a recipe holds, sends and computes: predicted beside a real step on this machine, on made-up tokens.
+    """What a recipe holds, sends and computes: predicted beside a real step here, on made-up tokens, spread over experts.
 
     With `world_size` the real code builds the recipe as one rank of so many, in this process and without values, and a
     step is traced: nothing is computed, sent or allocated, whatever the size.

@@ -1,7 +1,6 @@
 """Takes a step of a recipe as one rank of many, on tensors that have no values."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from parallel.ledger.parts import num_reductions
 from parallel.materialize import allocate
 from parallel.traits import TRAITS
 from recipes.dry_run import fake_world
+from recipes.ledger.gaps import modes_without_values
 from recipes.ledger.traced import TracedRun, TracedStep, made_up_batches
 from recipes.recipe import Recipe
 
@@ -33,10 +33,6 @@ def check_fake(recipe: Recipe) -> str | None:
     traits = TRAITS[recipe.parallel.data_parallel]
     if traits.gathers_centrally:
         return "its replicas are threads of one process"
-    if traits.flattens or traits.has_buckets:
-        return f"{recipe.parallel.data_parallel} wraps parameters once they have values, and there are none"
-    if recipe.model.shape.num_experts:
-        return "how many tokens come to an expert depends on their values"
     if recipe.parallel.compile:
         return "the compiler takes no part in a dry run"
     return None
@@ -63,18 +59,15 @@ def fake_step(
     Returns:
         The step; what `look` gave.
     """
-    # Private: torch documents it, but has no public name for it.
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with fake_world(world_size, rank), _quiet():
+    with fake_world(world_size, rank):
         mesh = build_mesh(recipe.parallel, "cpu")
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Those in the middle are alike: like the first, or where gradients wait for the last, like the second. The
         # schedule of a pipeline takes them all.
         enough = 3 if num_reductions(mesh.config, num_micro_batches) == 1 else 2
         taken = num_micro_batches if mesh.degree("pp") > 1 else min(num_micro_batches, enough)
-        run = TracedRun(recipe, mesh, functools.partial(allocate, clear=False), taken, mode, optimizer)
-        with _without_values(recipe):
+        fill = functools.partial(allocate, clear=False)
+        run = TracedRun(recipe, mesh, fill, taken, modes_without_values(), optimizer)
+        with _nothing_read(recipe):
             return _with_more(run.trace(), recipe, num_micro_batches - taken), look(mesh)
 
 
@@ -96,20 +89,12 @@ def _with_more(traced: TracedStep, recipe: Recipe, num_more: int) -> TracedStep:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # Where a unit's weights lie is asked of fake tensors too, which all answer 0.
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        yield
-
-
-@contextmanager
-def _without_values(recipe: Recipe) -> Iterator[None]:
+def _nothing_read(recipe: Recipe) -> Iterator[None]:
     """Lets the parts of a step that read values see real ones, or none."""
     # Private: the mode must rest while ranks agree on tokens, which have values.
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-    agree, all_reduce = step._agree_on_tokens, dist.all_reduce
+    agree, all_reduce, all_to_all = step._agree_on_tokens, dist.all_reduce, dist.all_to_all_single
 
     def alike(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         """The other ranks of a fake world hold what this one does."""
@@ -121,6 +106,13 @@ def _without_values(recipe: Recipe) -> Iterator[None]:
     def agree_on_real_tokens(trained: Trained, micro_batches: Sequence[Batch], *, call: Any) -> int:
         with unset_fake_temporarily(), mock.patch.object(dist, "all_reduce", alike):
             return agree(trained, made_up_batches(recipe, trained.mesh.device, len(micro_batches)), call=call)
+
+    def tell_alike(output: Tensor, sent: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        """Numbers of rows are sent to all ranks alike, so a rank gets from each what it sends to itself."""
+        work = all_to_all(output, sent, *args, group=group, **kwargs)
+        if not isinstance(sent, FakeTensor):
+            output.copy_(sent[dist.get_rank(group)].expand_as(output))
+        return work
 
     def total(trained: Trained, losses: list[Tensor], num_valid_tokens: int) -> step.StepResult:
         dist.all_reduce(torch.stack(losses).sum(dtype=torch.float64), group=trained.mesh.group("loss"))
@@ -134,6 +126,7 @@ def _without_values(recipe: Recipe) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(step, "_agree_on_tokens", agree_on_real_tokens))
         stack.enter_context(mock.patch.object(step, "_total", total))
+        stack.enter_context(mock.patch.object(dist, "all_to_all_single", tell_alike))
         stack.enter_context(mock.patch.object(loss_scale, "_on_any_rank", on_no_rank))
         if hasattr(PipelineStage, "_warmup_backward_result"):
             # Before its first step a schedule asks all stages whether they know their shapes, as they do here.

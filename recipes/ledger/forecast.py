@@ -92,6 +92,7 @@ def forecast(
         num_micro_batches=num_micro_batches,
         num_tokens=num_micro_batches * batch.micro_batch * batch.sequence_length,
         clips=True,
+        num_rows=num_micro_batches * batch.micro_batch,
     )
     shape, length = recipe.model.shape, batch.sequence_length
     flops: dict[str, int] = {each: training_flops_per_token(shape, length, each) for each in CONVENTIONS}

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from parallel.ledger.states import Moments
 from parallel.ledger.trace import MemoryMeter
 from parallel.traits import TRAITS
 from recipes.ledger.optimizers import optimizer_factory
+from recipes.ledger.routing import EvenRouting
 from recipes.model import build_model
 from recipes.recipe import Recipe
 
@@ -69,7 +70,7 @@ class TracedRun:
         mesh: Mesh,
         fill: Callable[[Trained], None],
         num_micro_batches: int,
-        mode: AbstractContextManager[Any] | None = None,
+        modes: Callable[[], AbstractContextManager[Any]] = nullcontext,
         optimizer: str = "adamw",
     ) -> None:
         """Builds the model and its optimizer.
@@ -79,10 +80,10 @@ class TracedRun:
             mesh: Of that layout.
             fill: Gives the parameters memory, such as `materialize`.
             num_micro_batches: Micro-batches of a step.
-            mode: Under which tensors are made. None: real ones.
+            modes: What tensors are made under; real ones by default.
             optimizer: One of `OPTIMIZERS`.
         """
-        self._recipe, self._mode = recipe, mode or nullcontext()
+        self._recipe, self._modes = recipe, modes
         self.trained = build_model(recipe, mesh)
         if self.trained.loss_scale is not None:
             # A step that overflows is skipped, and an optimizer that took none has no state.
@@ -91,7 +92,7 @@ class TracedRun:
             if isinstance(module, AllGatherCore):
                 module.causal_mask = _unseen(module.causal_mask)
         self.meter, self._counter = MemoryMeter(mesh.device), CollectiveCounter(mesh)
-        with self._mode, self.meter:
+        with self._followed():
             fill(self.trained)
             self.optimizer: Optimizer = self.trained.build_optimizer(optimizer_factory(optimizer, recipe.optimizer))
             self.micro_batches = made_up_batches(recipe, mesh.device, num_micro_batches)
@@ -100,7 +101,7 @@ class TracedRun:
         """One step, taken twice: the second time stops where most memory was held, and looks at what it is."""
         has_buckets = TRAITS[self.trained.config.data_parallel].has_buckets
         num_warm = WARM_STEPS_OF_BUCKETS if has_buckets else WARM_STEPS
-        with self._mode, self.meter:
+        with self._followed():
             for _ in range(num_warm):
                 self._step()
             self._rest()
@@ -128,6 +129,16 @@ class TracedRun:
             first_micro_batch=range(*bounds[:2]),
             num_ops=first[2],
         )
+
+    @contextmanager
+    def _followed(self) -> Iterator[None]:
+        """Follows what is made in the meantime."""
+        with ExitStack() as stack:
+            stack.enter_context(self._modes())
+            stack.enter_context(self.meter)
+            if self._recipe.model.shape.num_experts:
+                stack.enter_context(EvenRouting())
+            yield
 
     def _rest(self) -> None:
         """Frees gradients, as the next step will."""
@@ -183,12 +194,18 @@ def made_up_batches(recipe: Recipe, device: torch.device, count: int) -> list[Ba
         count: How many.
     """
     shape = recipe.training.micro_batch, recipe.data.sequence_length
+    # Of a float, so that a step without values has none of these either, masks of whole sequences least of all.
+    blank = torch.empty(0, device=device)
 
     def zeros() -> torch.Tensor:
+        return blank.new_zeros(shape, dtype=torch.int64)
+
+    def labels() -> torch.Tensor:
+        """It counts which of them are valid, by expert, and reads the counts."""
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
     documents = not recipe.data.attend_across_documents
     return [
-        Batch(tokens=zeros(), labels=zeros(), positions=zeros(), document_ids=zeros() if documents else None)
+        Batch(tokens=zeros(), labels=labels(), positions=zeros(), document_ids=zeros() if documents else None)
         for _ in range(count)
     ]

@@ -1,7 +1,6 @@
 """Every ready recipe builds at its full world size, and each rank holds the share that its layout says."""
 
 import os
-from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from models.registry import family_of
-from parallel import ParallelConfig
 from parallel.layout import resolve
 from parallel.stages import cut
 from recipes.dry_run import DryRun, dry_run
@@ -171,8 +169,7 @@ def _refusals() -> list[str]:
     dist.destroy_process_group()
     refusals = [str(in_a_job.value)]
     debug = find_recipe("llama_debug")
-    flat = replace(debug, parallel=ParallelConfig(data_parallel="fsdp1"))
-    for recipe, world_size, rank in ((find_recipe("llama_3_1_70b"), 12, 0), (debug, 4, 4), (flat, 4, 0)):
+    for recipe, world_size, rank in ((find_recipe("llama_3_1_70b"), 12, 0), (debug, 4, 4)):
         with pytest.raises(ValueError) as refusal:
             dry_run(recipe, world_size, rank)
         refusals.append(str(refusal.value))
@@ -182,8 +179,7 @@ def _refusals() -> list[str]:
 
 def test_what_cannot_be_built_is_refused_and_leaves_no_group() -> None:
     (refusals,) = run_ranks(1, _refusals)
-    in_a_job, world_size, rank, flat = refusals
+    in_a_job, world_size, rank = refusals
     assert "this process has one" in in_a_job
     assert "12 ranks are not a multiple of" in world_size
     assert "rank=4 must be from 0 to 3" in rank
-    assert "data_parallel='fsdp2' with the same strategy" in flat

@@ -77,6 +77,12 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any], dict[str, Any], bool]] = {
     "pp, a stage in the middle": (4, 2, 4, {"pp": 4, "schedule": "1f1b"} | FULL, {"num_layers": 8}, False),
     "deep": (2, 0, 1, FULL, {"num_layers": 4}, False),
     "pp x tp": (4, 1, 2, PIPELINE | {"tp": 2, "precision": BF16}, {}, False),
+    "ddp": (2, 0, 4, DDP, {}, False),
+    "ddp, recomputed": (2, 0, 1, DDP | FULL, {}, True),
+    "ddp x tp": (4, 3, 2, DDP | {"tp": 2}, {}, False),
+    "zero1": (4, 1, 2, {"data_parallel": "zero1"}, ODD, False),
+    "fsdp1, flattened": (2, 1, 2, {"data_parallel": "fsdp1"}, TIED, False),
+    "fsdp1 no_shard, flattened": (2, 0, 2, {"data_parallel": "fsdp1", "strategy": "no_shard"}, {}, False),
 }
 SLOW = (
     "full_shard, every second block",
@@ -92,7 +98,7 @@ SLOW = (
     "deep",
     "ddp, recomputed",
     "ddp x tp",
-    "fsdp1 no_shard",
+    "fsdp1 no_shard, flattened",
     "cp",
 )
 
@@ -125,7 +131,7 @@ def of_rank(case: str, lora: LoraConfig = NO_ADAPTERS) -> tuple[Forecast, Traced
 )
 def test_states_and_traffic_are_exact_and_peaks_within_three_percent(case: str) -> None:
     ((predicted, traced),) = run_ranks(1, of_rank, case)
-    assert promised_share(predicted.bounds) == 0.03
+    assert promised_share(predicted.bounds) == (0.05 if "flattened" in case else 0.03)
     assert_holds(lines(predicted, traced), promised_share(predicted.bounds))
 
 
@@ -155,15 +161,10 @@ def assert_holds(own: tuple[Line, ...], share: float) -> None:
 
 
 REAL: dict[str, tuple[int, dict[str, Any]]] = {
-    "ddp": (2, DDP),
-    "ddp, recomputed": (2, DDP | FULL),
-    "ddp x tp": (4, DDP | {"tp": 2}),
-    "zero1": (2, {"data_parallel": "zero1"}),
     "ddp, adapters": (2, DDP),
     "zero1, adapters, recomputed": (2, FULL | {"data_parallel": "zero1"}),
     "fsdp1, adapters": (2, {"data_parallel": "fsdp1"}),
     "fsdp1": (2, {"data_parallel": "fsdp1"}),
-    "fsdp1 no_shard": (2, {"data_parallel": "fsdp1", "strategy": "no_shard"}),
     "full_shard x tp": (4, {"tp": 2, "precision": BF16}),
     "pp": (2, PIPELINE),
     "cp": (2, {"cp": 2, "cp_method": "ulysses"}),
