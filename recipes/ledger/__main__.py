@@ -25,10 +25,11 @@ WRONG = 3
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerCommand:
-    """What a recipe holds, sends and computes: predicted beside a real step here, on made-up tokens, spread over experts.
+    """What a recipe holds, sends and computes: predicted beside a real step on this machine.
 
-    With `world_size` the real code builds the recipe as one rank of so many, in this process and without values, and a
-    step is traced: nothing is computed, sent or allocated, whatever the size.
+    Tokens are made up, and come to each expert evenly. With `world_size` the real code builds the recipe as one rank of
+    so many, in this process and without values, and a step is traced: nothing is computed, sent or allocated, whatever
+    the size.
 
     Exit codes: 0 all predictions hold, model states and collectives to the byte, peaks within 3 % or as listed; 1 the
     recipe or the command line is wrong, or the step failed; 2 unknown options; 3 a prediction does not hold.

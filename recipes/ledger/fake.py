@@ -107,11 +107,11 @@ def _nothing_read(recipe: Recipe) -> Iterator[None]:
         with unset_fake_temporarily(), mock.patch.object(dist, "all_reduce", alike):
             return agree(trained, made_up_batches(recipe, trained.mesh.device, len(micro_batches)), call=call)
 
-    def tell_alike(output: Tensor, sent: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+    def tell_alike(output: Tensor, sent: Tensor, *sizes: Any, **kwargs: Any) -> Any:
         """Numbers of rows are sent to all ranks alike, so a rank gets from each what it sends to itself."""
-        work = all_to_all(output, sent, *args, group=group, **kwargs)
+        work = all_to_all(output, sent, *sizes, **kwargs)
         if not isinstance(sent, FakeTensor):
-            output.copy_(sent[dist.get_rank(group)].expand_as(output))
+            output.copy_(sent[dist.get_rank(kwargs["group"])].expand_as(output))
         return work
 
     def total(trained: Trained, losses: list[Tensor], num_valid_tokens: int) -> step.StepResult:

@@ -76,8 +76,8 @@ def planned(config: ParallelConfig, recompute: Recompute = KEEP_ALL) -> Candidat
 def test_parameters_and_gradients_are_close_to_the_ledger(fields: dict[str, Any], frozen: str | None) -> None:
     config = ParallelConfig(**fields)
     parameters = parts_of(config, KEEP_ALL, frozen).parameters
-    still = sum(prod(each.shape) for each in parameters if not each.trainable)
-    still /= sum(prod(each.shape) for each in parameters)
+    sizes = {each.fqn: prod(each.shape) for each in parameters}
+    still = sum(sizes[each.fqn] for each in parameters if not each.trainable) / sum(sizes.values())
     assert (still > 0.5) == (frozen is not None)
     costs, ranks = model_costs(MODEL.shape, still), join_ranks(config, GPU, ALL_SENT)
     work = Work(MODEL.num_layers, 0.0, 0.0)
