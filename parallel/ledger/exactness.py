@@ -55,7 +55,13 @@ def bounds_of(parts: ModelParts) -> tuple[Bound, ...]:
             0.10,
             "where their own sums over ranks are kept is not followed",
         ),
-        (config.compile, "compiled blocks", None, "the compiler decides which results it keeps"),
+        (
+            config.compile,
+            "compiled blocks",
+            0.30,
+            "the compiler decides which results it keeps; what blocks hold uncompiled was up to 24 % more and 22 % "
+            "less in what was measured",
+        ),
         (traits.flattens, "flattened units", 0.05, "torch frees flat parameters a little earlier than others"),
         (
             traits.flattens and config.resolved_strategy == "no_shard" and config.precision.compute != "stored",

@@ -43,10 +43,16 @@ def measure(recipe: Recipe, optimizer: str = "adamw") -> tuple[RankLedger, ...]:
         The ledger of each rank, on every rank.
 
     Raises:
-        ValueError: On every rank, if the recipe does not fit the ranks or the ledger does not know the optimizer.
+        ValueError: On every rank, if the recipe does not fit the ranks, the ledger does not know the optimizer, or blocks
+            are compiled.
     """
     import torch
 
+    if recipe.parallel.compile:
+        raise ValueError(
+            "the ledger follows a step tensor by tensor, which compiled code does not allow; use --world-size, which "
+            "predicts and does not run it, or --parallel.no-compile"
+        )
     mesh, ranks = build_mesh(recipe.parallel), Ranks()
     num_micro_batches = recipe.training.num_micro_batches(mesh.degree("dp"))
     fill = functools.partial(materialize, seed=recipe.training.seed)

@@ -103,21 +103,21 @@ class TracedRun:
         num_warm = WARM_STEPS_OF_BUCKETS if has_buckets else WARM_STEPS
         with self._followed():
             for _ in range(num_warm):
-                self._step()
-            self._rest()
+                self.step()
+            self.rest()
             rest_bytes = self.meter.live_bytes
             seen: list[int] = []
             self.meter.start()
             self._counter.records.clear()
             with self._counter, self._bounds() as bounds:
-                self._step(lambda: seen.append(self.meter.live_bytes))
+                self.step(lambda: seen.append(self.meter.live_bytes))
             first = self.meter.peak_bytes, self.meter.peak_op, self.meter.num_ops
-            self._rest()
+            self.rest()
             states = LiveMeter(self.trained, self.optimizer)
             held: list[LiveBytes] = []
             moments = [states.measure()]
             self.meter.start(at_op=first[1], call=lambda: held.append(states.measure()))
-            self._step(lambda: moments.append(states.measure()))
+            self.step(lambda: moments.append(states.measure()))
         return TracedStep(
             rest_bytes=rest_bytes,
             after_forward_bytes=seen[0] if len(seen) > 1 else None,
@@ -140,7 +140,7 @@ class TracedRun:
                 stack.enter_context(EvenRouting())
             yield
 
-    def _rest(self) -> None:
+    def rest(self) -> None:
         """Frees gradients, as the next step will."""
         for parameter in self.trained.named_parameters().values():
             parameter.grad = None
@@ -162,8 +162,12 @@ class TracedRun:
         backend.run_micro_batch = run  # type: ignore[method-assign]
         bounds += [0, 0] * (not bounds)
 
-    def _step(self, note: Callable[[], None] = lambda: None) -> None:
-        """One step; `note` is called after each forward and after the last backward."""
+    def step(self, note: Callable[[], None] = lambda: None) -> None:
+        """One step.
+
+        Args:
+            note: Called after each forward and after the last backward.
+        """
         hook = self.trained.model.register_forward_hook(lambda *_: note())
         self.trained.forward_backward(self.micro_batches)
         hook.remove()
