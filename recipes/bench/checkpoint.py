@@ -142,7 +142,9 @@ class SavedState:
         torch.set_num_threads(1)
         self.folder = Path(folder)
         self.state = _new_state()
-        self.tensors = dict(flatten(self.state, dist.get_world_size()).tensors)
+        tensors = flatten(self.state, dist.get_world_size()).tensors
+        # Torch's own save in the background would copy gradients too.
+        self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self.raw_file = self.folder / f"raw-{dist.get_rank()}"
         self.local = [each for each in map(local_part, self.tensors.values()) if each.numel()]
         self.views = [memory_of(each) for each in self.local]

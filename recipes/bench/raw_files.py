@@ -71,6 +71,7 @@ def read(path: Path, views: Views, num_threads: int) -> None:
         num_threads: Threads.
     """
     descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     chunks = list(_chunks(views))
 
     def work(first: int) -> None:
