@@ -57,7 +57,9 @@ def attend(
     return (*held, back)
 
 
-def attend_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved) -> None:
+def attend_backward(
+    memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved, later: Saved | None = None
+) -> None:
     """From the gradient of what the projection behind reads to those of what q, k and v give.
 
     Args:
@@ -65,6 +67,7 @@ def attend_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved
         sizes: Of the block.
         grads: Holds the one, and then the three.
         saved: What forward kept; taken out of it.
+        later: Gets what gradients of weights are to be computed from later. None: they are computed at once.
     """
     if sizes.method == "ulysses":
         saved.pop("back", None)
@@ -86,7 +89,7 @@ def attend_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved
                 continue
             own = [inner[index]]
             inner[index] = memory.new(0)
-            inner[index] = head_norm_backward(memory, sizes, own, saved, name)
+            inner[index] = head_norm_backward(memory, sizes, own, saved, name, later)
     grads.extend(inner)
 
 

@@ -7,26 +7,42 @@ from parallel.ledger.norm_memory import Saved, gathered, norm_backward, summed
 from parallel.ledger.pieces import Memory, Piece
 
 
-def backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved, weights: list[Piece]) -> None:
+def backward(
+    memory: Memory,
+    sizes: BlockSizes,
+    grads: list[Piece],
+    saved: Saved,
+    weights: list[Piece],
+    later: Saved | None = None,
+) -> None:
     """Runs the backward of a block.
 
     Args:
         memory: Where.
         sizes: Of the block.
         grads: Holds the gradient of the stream after the block, and then that of the stream before it, if it has one.
-        saved: What forward kept; taken out of it.
+        saved: What forward kept, and copies of weights that are freed after use; taken out of it.
         weights: Gets the gradients of weights.
+        later: Gets, by projection and norm, what gradients of weights are to be computed from later. None: they are
+            computed at once.
     """
-    _Backward(memory, sizes, grads, saved, weights).run()
+    _Backward(memory, sizes, grads, saved, weights, later).run()
 
 
 class _Backward:
     """The backward of a block."""
 
     def __init__(
-        self, memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved, weights: list[Piece]
+        self,
+        memory: Memory,
+        sizes: BlockSizes,
+        grads: list[Piece],
+        saved: Saved,
+        weights: list[Piece],
+        later: Saved | None,
     ) -> None:
         self._memory, self._sizes, self._grads, self._saved, self._weights = memory, sizes, grads, saved, weights
+        self._later = later
         self._outputs = {"q": sizes.queries, "k": sizes.keys, "v": sizes.keys} | dict.fromkeys(
             ("o", "down"), sizes.whole
         )
@@ -37,6 +53,7 @@ class _Backward:
         memory, sizes, grads, saved = self._memory, self._sizes, self._grads, self._saved
         followed = sizes.gradients.followed
         whole = gathered(memory, sizes, grads[0])
+        self._leave("down", whole)
         inner = self._back(("down",), [], sizes.hidden, ("hidden", "hidden"))
         del whole
         if "middle" not in followed:
@@ -51,12 +68,13 @@ class _Backward:
             self._read(("up", "gate"), parts, "feed-forward", "middle")
         if "o" in followed:
             whole = gathered(memory, sizes, grads[0])
+            self._leave("o", whole)
             parts = self._back(("o",), [], sizes.queries, ("attention", "back"))
             del whole
             if "x" not in followed:
                 grads.clear()
             if parts:
-                attend_backward(memory, sizes, parts, saved)
+                attend_backward(memory, sizes, parts, saved, self._later)
                 self._read(("v", "k", "q"), parts, "attention", "x")
 
     def _read(self, names: tuple[str, ...], parts: list[Piece], name: str, stream: str) -> None:
@@ -66,7 +84,7 @@ class _Backward:
         if not total:
             return
         inner = [summed(memory, sizes, total)]
-        before = norm_backward(memory, sizes, inner, self._saved, f"{name} norm")
+        before = norm_backward(memory, sizes, inner, self._saved, f"{name} norm", self._later)
         if stream in sizes.gradients.followed:
             grads.append(memory.new(sizes.stream))
             del before, grads[0]
@@ -87,6 +105,8 @@ class _Backward:
                 self._add(total, self._through_adapter(name, adapter, num_bytes, reads[0]))
                 if name not in gradients.trained and not later:
                     self._saved.pop(reads[1], None)
+            if parts:
+                self._leave(name, parts[-1])
             part = self._through(name, num_bytes, reads[0])
             if parts:
                 parts.pop()
@@ -109,11 +129,18 @@ class _Backward:
 
     def _through(self, name: str, num_bytes: int, reads: str) -> Piece | None:
         gradients = self._sizes.gradients
-        weight = self._memory.new(self._sizes.weights[name] if name in gradients.trained else 0)
+        is_made = name in gradients.trained and self._later is None
+        weight = self._memory.new(self._sizes.weights[name] if is_made else 0)
         is_followed = name in gradients.followed and reads in gradients.followed
         inner = self._memory.new(num_bytes) if is_followed else None
         self._weights.append(weight)
+        self._saved.pop(f"{name} copy", None)
         return inner
+
+    def _leave(self, name: str, grad: Piece) -> None:
+        """Leaves the gradient of what a projection gives for that of its weight."""
+        if self._later is not None and name in self._sizes.gradients.trained:
+            self._later[name] = grad
 
     def _add(self, total: list[Piece], part: Piece | None) -> None:
         if part is not None and total:

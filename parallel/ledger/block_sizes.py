@@ -7,7 +7,7 @@ from parallel.config import ContextParallelMethod
 from parallel.context_parallel import sent_kv_heads
 from parallel.ledger.block_gradients import PROJECTIONS, BlockGradients, LowRank, block_gradients
 from parallel.ledger.optimizer_memory import Kernels
-from parallel.ledger.parts import ModelParts
+from parallel.ledger.parts import ModelParts, is_unit_based
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class BlockSizes:
         exchanged: Queries, keys and values as ulysses sends them.
         all_keys: Keys and values of whole sequences.
         seen_keys: Those of them up to the rank's last token.
-        mask: What attention adds to scores where there are documents.
+        mask: What attention adds to scores where there are documents, or more keys than queries.
         flags: The bools that it is made of, which all blocks share.
         rows: One number for each token of the stream, in the dtype of sums.
         head_rows: One for each token and query head; None: heads are not normalized.
@@ -110,6 +110,16 @@ def itemsizes(parts: ModelParts) -> tuple[int, int, int, int]:
     return stored.itemsize, compute.itemsize, max(compute.itemsize, 4), reduce.itemsize
 
 
+def runs_on_copies(parts: ModelParts) -> bool:
+    """Whether all parameters are copied into the dtype of the computation for each forward, because no unit does it.
+
+    Args:
+        parts: The rank's part of the model.
+    """
+    stored, compute, *_ = itemsizes(parts)
+    return compute != stored and not is_unit_based(parts.config)
+
+
 def block_sizes(parts: ModelParts, batch: BatchShape, cp_rank: int, tp_rank: int) -> BlockSizes:
     """Sizes in the first block of a rank of a dense decoder; others differ in nothing but where gradients flow.
 
@@ -162,9 +172,10 @@ def block_sizes(parts: ModelParts, batch: BatchShape, cp_rank: int, tp_rank: int
 
 def _masks(method: ContextParallelMethod | None, cp: int, cp_rank: int, batch: BatchShape) -> tuple[int, int]:
     """Elements of what attention adds to the scores of one block, and of the bools that all blocks share."""
-    if not batch.has_documents:
-        return 0, 0
     own, whole = batch.sequence_length // cp, batch.sequence_length
+    if not batch.has_documents:
+        # What is causal needs a mask where there are more keys than queries, one for all sequences.
+        return (own * own * (cp_rank + 1) if method == "allgather" and cp_rank else 0), 0
     if method == "ring":
         # Of each later step half of the square can be seen.
         square = batch.micro_batch * own * own

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from parallel.ledger.block_sizes import BlockSizes
-from parallel.ledger.norm_memory import Saved, gathered, norm_backward, norm_forward, summed
+from parallel.ledger.norm_memory import Saved, gathered, norm_backward, norm_forward, norm_weight, summed
 from parallel.ledger.pieces import Memory, Piece
 
 INT64 = 8
@@ -83,12 +83,13 @@ def embed_backward(sizes: BlockSizes, table: int, *, keeps_gradient: bool) -> St
     return Stretch(memory.now - base, above)
 
 
-def loss(sizes: BlockSizes, head: HeadSizes) -> tuple[Stretch, Stretch]:
+def loss(sizes: BlockSizes, head: HeadSizes, *, splits: bool = False) -> tuple[Stretch, ...]:
     """Norm, logits by chunk, loss and its gradients; and the way back from there to the last block.
 
     Args:
         sizes: Of a block.
         head: Of the head.
+        splits: Whether gradients of weights are computed apart, which makes two parts of the way back.
     """
     memory = Memory()
     saved: Saved = {}
@@ -106,11 +107,36 @@ def loss(sizes: BlockSizes, head: HeadSizes) -> tuple[Stretch, Stretch]:
     del buffer, left, whole, own
     ahead = Stretch(memory.now - base, memory.peak - base)
     base = memory.peak = memory.now
+    if splits:
+        return ahead, *_split_way_back(memory, sizes, head, grad, saved)
     grads = [summed(memory, sizes, grad)] if is_followed else grad
     last = norm_backward(memory, sizes, grads, saved, "norm") if is_followed else None
     back = Stretch(memory.now - base, memory.peak - base)
     del weight, last
     return ahead, back
+
+
+def _split_way_back(
+    memory: Memory, sizes: BlockSizes, head: HeadSizes, grad: list[Piece], saved: Saved
+) -> tuple[Stretch, Stretch]:
+    """Backward to the last block, and then the gradients of the weights behind it."""
+    base = memory.now
+    later: Saved = {}
+    # The graph stays, so what forward has computed is scaled into memory of its own.
+    grads = [memory.new(sizes.whole)]
+    unused = memory.new(head.weight)
+    del unused
+    grads = [summed(memory, sizes, grads)]
+    last = norm_backward(memory, sizes, grads, dict(saved), "norm", later)
+    inputs = Stretch(memory.now - base, memory.peak - base)
+    base = memory.peak = memory.now
+    for each in norm_weight(memory, saved, "norm", later):
+        del saved[each]
+    grad.clear()
+    saved.clear()
+    weights = Stretch(memory.now - base, memory.peak - base)
+    del last
+    return inputs, weights
 
 
 def _chunk(memory: Memory, sizes: BlockSizes, head: HeadSizes, before: Piece | None) -> Piece | None:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from parallel.ledger.parts import ModelParts
+from parallel.ledger.parts import ModelParts, num_shards
+from parallel.schedules import traits_of
 from parallel.traits import TRAITS
 
 PROMISE = 0.03
@@ -62,20 +63,21 @@ def bounds_of(parts: ModelParts) -> tuple[Bound, ...]:
             "the compiler decides which results it keeps; what blocks hold uncompiled was up to 24 % more and 22 % "
             "less in what was measured",
         ),
-        (traits.flattens, "flattened units", 0.05, "torch frees flat parameters a little earlier than others"),
         (
-            traits.flattens and config.resolved_strategy == "no_shard" and config.precision.compute != "stored",
-            "flattened copies in the compute dtype",
+            config.pp > 1
+            and traits_of(config).splits_backward
+            and not all(each.trainable for each in parts.parameters),
+            "frozen parameters where backward is split",
             None,
-            "torch frees and makes them by rules of its own",
+            "which walks torch then takes through the graph is not followed",
+        ),
+        (
+            traits.flattens and num_shards(config) > 1,
+            "flattened units",
+            0.05,
+            "torch frees flat parameters a little earlier than others",
         ),
         (traits.gathers_centrally, "replicas of one process", None, "their threads interleave as they happen to"),
-        (
-            config.pp > 1 and config.schedule not in ("gpipe", "1f1b"),
-            "micro-batches in flight",
-            None,
-            "micro-batches of its stages overlap in an order that is not followed",
-        ),
         (
             config.sharding.reshard_group is not None,
             "units kept on a group",
@@ -93,18 +95,6 @@ def bounds_of(parts: ModelParts) -> tuple[Bound, ...]:
             "what a ring keeps for backward",
             0.10,
             "which of its steps' results a policy keeps is counted by block, not step by step",
-        ),
-        (
-            config.precision.compute != "stored" and config.cp_method == "allgather" and bool(parts.whole.tied),
-            "the gradient of a tied embedding in the compute dtype",
-            0.05,
-            "it waits beside what cp gathers, which is not followed",
-        ),
-        (
-            not traits.shards and config.precision.compute != "stored",
-            "copies in the compute dtype",
-            None,
-            "each is freed when autograd has used it, which is not followed",
         ),
     )
     return tuple(Bound(term=term, share=share, reason=reason) for applies, term, share, reason in cases if applies)

@@ -44,7 +44,9 @@ class LiveMeter:
             optimizer: Its optimizer, if there is one already.
         """
         self._model, self._backend, self._optimizer = trained.source, trained.backend, optimizer
-        self._sharded = list(trained.named_parameters().values())
+        # A rank that has both ends of a pipeline holds a second one of what is tied.
+        copies = [] if trained.pipeline is None else trained.pipeline.held_twice
+        self._sharded = list({id(each): each for each in (*trained.named_parameters().values(), *copies)}.values())
 
     def measure(self) -> LiveBytes:
         """What this rank holds right now."""

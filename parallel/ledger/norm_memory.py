@@ -35,7 +35,9 @@ def head_norm_forward(memory: Memory, sizes: BlockSizes, x: Piece, saved: Saved,
     return _forward(memory, x, _How.of(sizes, name, _rows(sizes, x), sizes.writes_out_head_norms), saved, name)
 
 
-def norm_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved, name: str) -> Piece:
+def norm_backward(
+    memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved, name: str, later: Saved | None = None
+) -> Piece:
     """The gradient of the stream.
 
     Args:
@@ -44,11 +46,15 @@ def norm_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: 
         grads: Holds the gradient of what the norm gave; taken out of it.
         saved: What forward kept; taken out of it.
         name: Under which names.
+        later: Gets what the gradient of the weight is to be computed from later. None: it is computed at once.
     """
-    return _backward(memory, grads, _How.of(sizes, name, sizes.rows, sizes.writes_out_norms), saved, name)
+    how = _How.of(sizes, name, sizes.rows, sizes.writes_out_norms)
+    return _backward(memory, grads, how, saved, (name, later))
 
 
-def head_norm_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved, name: str) -> Piece:
+def head_norm_backward(
+    memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved, name: str, later: Saved | None = None
+) -> Piece:
     """The gradient of queries or keys.
 
     Args:
@@ -57,9 +63,35 @@ def head_norm_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], sa
         grads: Holds the gradient of what the norm gave; taken out of it.
         saved: What forward kept; taken out of it.
         name: Under which names.
+        later: As of `norm_backward`.
     """
     how = _How.of(sizes, name, _rows(sizes, grads[-1]), sizes.writes_out_head_norms)
-    return _backward(memory, grads, how, saved, name)
+    return _backward(memory, grads, how, saved, (name, later))
+
+
+def norm_weight(memory: Memory, saved: Saved, name: str, later: Saved) -> tuple[str, ...]:
+    """The gradient of a norm's weight, where that of its input was computed before.
+
+    Args:
+        memory: Where it runs.
+        saved: What forward kept.
+        name: Under which names.
+        later: What was left for this; taken out of it.
+
+    Returns:
+        What of `saved` nothing needs any more.
+    """
+    size = later[name].num_bytes
+    product = memory.new(size)
+    used: tuple[str, ...] = (f"{name} normal",)
+    if used[0] not in saved:
+        # Written out it computes what is normal anew.
+        used = f"{name} x", f"{name} rows"
+        normal = memory.new(size)
+        along = memory.new(saved[used[1]].num_bytes)
+        del normal, along
+    del product, later[name]
+    return used
 
 
 def gathered(memory: Memory, sizes: BlockSizes, part: Piece) -> Piece:
@@ -146,10 +178,15 @@ def _forward(memory: Memory, x: Piece, how: _How, saved: Saved, name: str) -> Pi
     return product if wide == 1 else memory.new(x.num_bytes)
 
 
-def _backward(memory: Memory, grads: list[Piece], how: _How, saved: Saved, name: str) -> Piece:
+def _backward(memory: Memory, grads: list[Piece], how: _How, saved: Saved, named: tuple[str, Saved | None]) -> Piece:
     num_rows, wide, writes_out, _, is_trained, reads_followed = how
+    name, later = named
     narrow = grads[-1].num_bytes
     size = narrow * wide
+    if wide > 1:
+        grads[-1] = memory.new(size)
+    if later is not None and is_trained:
+        later[name] = grads[-1]
     if writes_out:
         normal, product = memory.new(size), memory.new(size)
         rows = memory.new(num_rows)
@@ -157,8 +194,6 @@ def _backward(memory: Memory, grads: list[Piece], how: _How, saved: Saved, name:
         grads.pop()
         del saved[f"{name} x"], saved[f"{name} rows"]
         return product
-    if wide > 1:
-        grads[-1] = memory.new(size)
     along, product = memory.new(size if reads_followed else 0), memory.new(size if is_trained else 0)
     del product
     grads.pop()

@@ -76,3 +76,14 @@ def flat_ranges(parameters: Sequence[ParameterSpec], config: ParallelConfig, tp_
         end = start + prod(parameter.split(config.tp, tp_rank))
         ranges.append(range(start, end))
     return ranges
+
+
+def elements(parameters: Sequence[ParameterSpec], config: ParallelConfig, tp_rank: int) -> int:
+    """Elements of parameters on a rank of `tp`, before other sharding.
+
+    Args:
+        parameters: Any of them.
+        config: The layout with every degree resolved.
+        tp_rank: Place of the rank along `tp`.
+    """
+    return sum(prod(each.split(config.tp, tp_rank)) for each in parameters)

@@ -8,7 +8,7 @@ from parallel.config import ParallelConfig
 from parallel.ledger.live import LiveBytes
 from parallel.ledger.optimizer_memory import NUMBER_BYTES, OPTIMIZERS, OptimizerMemory, optimizer_memory
 from parallel.ledger.padding import flat_ranges, splits_columns, unit_elements
-from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, is_unit_based, num_shards, part
+from parallel.ledger.parts import ModelParts, ParameterSpec, is_unit_based, num_shards, part
 from parallel.traits import TRAITS
 
 ADAM_MOMENTS = OPTIMIZERS["adamw"].tensors
@@ -41,9 +41,13 @@ def predict_states(parts: ModelParts, coordinates: Mapping[str, int], optimizer:
         ValueError: If the optimizer is none of them.
     """
     memory = optimizer_memory(optimizer)
+    copies = _copied(parts)
+    updated = [[each for each in unit.parameters if each not in copies] for unit in parts.units]
+    # Gradients of a unit lie in one piece, which is there as long as one of them is.
+    with_gradients = [unit.parameters for unit, own in zip(parts.units, updated, strict=True) if own]
     held = sum(_stored(unit.parameters, parts.config, coordinates) for unit in parts.units)
-    gradients = sum(_stored(_with_gradients(unit, parts.config), parts.config, coordinates) for unit in parts.units)
-    state = sum(_kept_by(memory, unit.parameters, parts.config, coordinates) for unit in parts.units)
+    gradients = sum(_stored(_with_gradients(each, parts.config), parts.config, coordinates) for each in with_gradients)
+    state = sum(_kept_by(memory, each, parts.config, coordinates) for each in updated)
     gathered = _gathered(parts, coordinates)
     return Moments(
         rest=LiveBytes(parameters=held, unsharded=0, gradients=0, optimizer_state=state),
@@ -52,10 +56,16 @@ def predict_states(parts: ModelParts, coordinates: Mapping[str, int], optimizer:
     )
 
 
-def _with_gradients(unit: UnitSpec, config: ParallelConfig) -> Sequence[ParameterSpec]:
+def _copied(parts: ModelParts) -> list[ParameterSpec]:
+    """Tied parameters of a last stage whose rank has the first one too: copies, which no optimizer knows."""
+    own = {each.fqn: each for each in parts.parameters}
+    return [own[copy] for original, *copies in parts.whole.tied if original in own for copy in copies if copy in own]
+
+
+def _with_gradients(parameters: Sequence[ParameterSpec], config: ParallelConfig) -> Sequence[ParameterSpec]:
     """The parameters for which there are gradients: in a flattened unit for all or none."""
-    trainable = [each for each in unit.parameters if each.trainable]
-    return unit.parameters if trainable and TRAITS[config.data_parallel].flattens else trainable
+    trainable = [each for each in parameters if each.trainable]
+    return parameters if trainable and TRAITS[config.data_parallel].flattens else trainable
 
 
 def _stored(parameters: Sequence[ParameterSpec], config: ParallelConfig, coordinates: Mapping[str, int]) -> int:

@@ -12,32 +12,27 @@ from parallel.config import ParallelConfig
 from parallel.ledger import ends_memory
 from parallel.ledger.block_backward import backward
 from parallel.ledger.block_gradients import BlockGradients, block_gradients, gradients_behind
-from parallel.ledger.block_memory import forward
-from parallel.ledger.block_sizes import BatchShape, BlockSizes, block_sizes, itemsizes
+from parallel.ledger.block_run import OWN, BlockRun, Borrowed, Kept
+from parallel.ledger.block_sizes import BatchShape, BlockSizes, block_sizes, itemsizes, runs_on_copies
 from parallel.ledger.ends_memory import HeadSizes, Stretch
-from parallel.ledger.norm_memory import Saved
+from parallel.ledger.padding import elements
 from parallel.ledger.parts import ModelParts
-from parallel.ledger.pieces import Memory, Piece
-from parallel.ledger.unit_memory import elements
-
-Kept = frozenset[str] | None
-"""Which results a block keeps for backward. None: all that backward needs."""
+from parallel.ledger.pieces import Piece
+from parallel.ledger.split_backward import inputs_backward, weights_backward
 
 
-class Borrowed(NamedTuple):
-    """What a block is given that others hold until it is done, as a pipeline does what it has received.
+class SplitBackward(NamedTuple):
+    """The backward of a block, or of what follows on the last one, in two parts.
 
     Attributes:
-        stream: Whether the stream before it, in forward and backward.
-        gradient: Whether the gradient of the stream after it.
+        inputs: The way to its input.
+        weights: The gradients of its weights.
+        left: Bytes that are held until those of the whole stage are there.
     """
 
-    stream: bool = False
-    gradient: bool = False
-
-
-OWN = Borrowed()
-"""A block lets go of all that it is given."""
+    inputs: Stretch
+    weights: Stretch
+    left: int = 0
 
 
 class _Passing(list[Piece]):
@@ -71,7 +66,9 @@ class Stretches:
         _, self._itemsize, sums, _ = itemsizes(parts)
         self.tables = 2 * self.sizes.tokens * (parts.whole.shape.head_dim // 2) * sums
         self._gradients = [block_gradients(parts, index, self._tp_rank) for index in range(len(parts.plan.blocks))]
-        self._blocks: dict[tuple[Kept, BlockGradients, bool, Borrowed], tuple[Stretch, Stretch]] = {}
+        self._blocks: dict[_Key, tuple[Stretch, Stretch]] = {}
+        self._split: dict[_Key, SplitBackward] = {}
+        self._copies = runs_on_copies(parts)
 
     def block(self, index: int, *, keeps_gradients: bool, borrowed: Borrowed = OWN) -> tuple[Stretch, Stretch]:
         """Forward of a block, and its backward, computing again included.
@@ -81,14 +78,30 @@ class Stretches:
             keeps_gradients: Whether those of weights stay where they were made until it is done.
             borrowed: What others hold.
         """
+        key = self._key(index, keeps_gradients, borrowed)
+        if key not in self._blocks:
+            self._blocks[key] = self._block(*key, self.gradients_of(index))
+        return self._blocks[key]
+
+    def split_block(self, index: int, *, keeps_gradients: bool, borrowed: Borrowed = OWN) -> SplitBackward:
+        """Backward of a block in two parts.
+
+        Args:
+            index: Its place among the rank's blocks.
+            keeps_gradients: Whether those of weights stay where they were made.
+            borrowed: What others hold.
+        """
+        key = self._key(index, keeps_gradients, borrowed)
+        if key not in self._split:
+            self._split[key] = self._split_block(*key, self.gradients_of(index))
+        return self._split[key]
+
+    def _key(self, index: int, keeps_gradients: bool, borrowed: Borrowed) -> "_Key":
         every = self._parts.config.activation_checkpoint_every
         gradients = self._gradients[index]
         # Autograd keeps nothing of a block that nothing trained comes before, checkpointed or not.
         kept = self.kept if index % every == 0 and "out" in gradients.followed else None
-        key = (kept, gradients, keeps_gradients, borrowed)
-        if key not in self._blocks:
-            self._blocks[key] = self._block(*key, self.gradients_of(index))
-        return self._blocks[key]
+        return kept, gradients, keeps_gradients, borrowed
 
     def embedding(self, *, keeps_gradient: bool) -> tuple[Stretch, Stretch]:
         """Forward and backward of the embedding.
@@ -105,11 +118,22 @@ class Stretches:
     @cached_property
     def loss(self) -> tuple[Stretch, Stretch]:
         """From the last block to the loss, and back."""
+        ahead, back = ends_memory.loss(self._behind, self._head)
+        return ahead, back._replace(held=back.held + self._last_norm)
+
+    @cached_property
+    def split_loss(self) -> SplitBackward:
+        """The way back from the loss in two parts."""
+        _, inputs, weights = ends_memory.loss(self._behind, self._head, splits=True)
+        return SplitBackward(inputs, weights._replace(held=weights.held + self._last_norm))
+
+    @property
+    def _head(self) -> HeadSizes:
         config, shape = self._parts.config, self._parts.whole.shape
         name = "head.weight" if self._bytes_of("head.weight") else "embed.weight"
         weight = self._bytes_of(name)
         gathers = config.tp > 1 and not config.loss_parallel
-        head = HeadSizes(
+        return HeadSizes(
             chunk_tokens=self._batch.chunk_tokens,
             own=weight // (shape.width * self._itemsize),
             gathered=-(-shape.vocab_size // config.tp) * config.tp if gathers else 0,
@@ -118,10 +142,16 @@ class Stretches:
             weight=self._bytes_of(name, trained=True),
             row=shape.width * self._itemsize,
         )
-        norm = self._bytes_of("norm.weight", trained=True)
-        sizes = replace(self.sizes, gradients=gradients_behind(self._gradients[-1], norm_is_trained=norm > 0))
-        ahead, back = ends_memory.loss(sizes, head)
-        return ahead, back._replace(held=back.held + norm)
+
+    @property
+    def _last_norm(self) -> int:
+        return self._bytes_of("norm.weight", trained=True)
+
+    @property
+    def _behind(self) -> BlockSizes:
+        """Sizes as of a block, of what is behind all of them."""
+        gradients = gradients_behind(self._gradients[-1], norm_is_trained=self._last_norm > 0)
+        return replace(self.sizes, gradients=gradients)
 
     @property
     def turns_back(self) -> bool:
@@ -145,32 +175,46 @@ class Stretches:
     def _block(
         self, kept: Kept, gradients: BlockGradients, keeps_gradients: bool, borrowed: Borrowed, trained: int
     ) -> tuple[Stretch, Stretch]:
-        memory, sizes = Memory(), replace(self.sizes, gradients=gradients)
-        stream = [memory.new(sizes.stream)]
-        elsewhere = stream.copy() if borrowed.stream else []
-        base = memory.now
-        results: Saved = {}
-        out, saved = forward(memory, sizes, stream[0], kept=kept, cache=results)
-        if kept is None:
-            stream.clear()
-        ahead = Stretch(memory.now - base, memory.peak - base)
+        sizes = replace(self.sizes, gradients=gradients)
+        block = BlockRun(sizes, kept, borrowed)
+        memory, ahead = block.memory, block.ahead
         if "out" not in gradients.followed:
             return ahead, Stretch(0, 0)
-        grads = [memory.new(sizes.stream)]
-        elsewhere += grads if borrowed.gradient else []
-        base = memory.peak = memory.now
-        if kept is not None:
-            saved = forward(memory, sizes, stream[0], kept=kept, cache=results, again=True)[1]
+        copies = {f"{name} copy": memory.new(size) for name, size in sizes.weights.items() if self._copies}
+        base = block.arrive()
+        saved = block.saved if kept is None else block.recompute()
+        saved.update(copies)
+        copies.clear()
         weights: list[Piece] = [] if keeps_gradients else _Passing()
-        backward(memory, sizes, grads, saved, weights)
-        for each in (stream, results, saved):
-            each.clear()
+        backward(memory, sizes, block.grads, saved, weights)
+        block.clear()
+        saved.clear()
         # Those of norms and biases are few.
         held = memory.now - base - sum(each.num_bytes for each in weights) + trained
-        back = Stretch(held, memory.peak - base)
-        del out, elsewhere
-        return ahead, back
+        return ahead, Stretch(held, memory.peak - base)
 
+    def _split_block(
+        self, kept: Kept, gradients: BlockGradients, keeps_gradients: bool, borrowed: Borrowed, trained: int
+    ) -> SplitBackward:
+        sizes = replace(self.sizes, gradients=gradients)
+        block = BlockRun(sizes, kept, borrowed)
+        memory, base = block.memory, block.arrive()
+        again = kept is not None
+        walks = [block.recompute() if again else block.saved]
+        later = inputs_backward(memory, sizes, block.grads, walks[0], again=again)
+        inputs = Stretch(memory.now - base, memory.peak - base)
+        base = memory.peak = memory.now
+        weights: list[Piece] = [] if keeps_gradients else _Passing()
+        weights_backward(memory, sizes, walks, later, weights, block.recompute if again else None)
+        held = memory.now - base - sum(each.num_bytes for each in weights) + trained
+        apart = Stretch(held, memory.peak - base)
+        base = memory.now
+        walks.clear()
+        block.clear()
+        return SplitBackward(inputs, apart, base - memory.now)
+
+
+_Key = tuple[Kept, BlockGradients, bool, Borrowed]
 
 _ORDER = ("q", "k", "v", "attention", "o", "gate", "up", "down")
 

@@ -1,5 +1,6 @@
 """Predicts what parameters, gradients and optimizer state send: the data-parallel part of a step."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
@@ -10,6 +11,8 @@ from parallel.config import ParallelConfig
 from parallel.counter import Phase
 from parallel.ledger.padding import padded, unit_elements
 from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, is_unit_based, num_reductions, num_shards
+from parallel.ledger.schedule_order import actions_of, runs_listed
+from parallel.ledger.spans import spans_of
 from parallel.ledger.term import Channel, Term, channel, elements
 from parallel.traits import TRAITS
 
@@ -26,15 +29,23 @@ def parameter_terms(parts: ModelParts, num_micro_batches: int, tp_rank: int) -> 
     """
     config, traits = parts.config, TRAITS[parts.config.data_parallel]
     if is_unit_based(config):
+        times = _gathers_of_stages(parts, num_micro_batches) if config.pp > 1 else {}
         for unit in parts.units:
-            # The stages of a pipeline stay gathered through all of its micro-batches.
-            num_gathers = 1 if config.pp > 1 else num_micro_batches
-            yield from _repeated(_gathers(unit, config, tp_rank), num_gathers)
+            yield from _repeated(_gathers(unit, config, tp_rank), times.get(unit, num_micro_batches))
             yield from _repeated(_reductions(unit, config, tp_rank), num_reductions(config, num_micro_batches))
     elif traits.has_buckets:
         yield from _buckets(parts)
         if traits.splits_optimizer_rows:
             yield from _updated_rows(parts)
+
+
+def _gathers_of_stages(parts: ModelParts, num_micro_batches: int) -> dict[UnitSpec, int]:
+    """How often a rank gathers each unit of its stages, which stay for all micro-batches while they are few."""
+    counts = {lap: 1 for lap, _ in enumerate(spans_of(parts))}
+    if runs_listed(parts.config):
+        actions = actions_of(parts.config, parts.pp_rank, num_micro_batches)
+        counts = dict(Counter(action.lap for action in actions if action.kind == "gather"))
+    return {unit: counts[lap] for lap, span in enumerate(spans_of(parts)) for unit in span.units}
 
 
 def _gathers(unit: UnitSpec, config: ParallelConfig, tp_rank: int) -> Iterator[Term]:

@@ -1,13 +1,13 @@
 """Follows sharding units through a step: gathered, copied out, freed, and their gradients summed over ranks."""
 
 from collections.abc import Sequence
-from math import prod
 
-from parallel.config import ParallelConfig
-from parallel.ledger.block_sizes import itemsizes
-from parallel.ledger.padding import unit_elements
+from parallel.ledger.block_sizes import itemsizes, runs_on_copies
+from parallel.ledger.padding import elements, unit_elements
 from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, is_unit_based, num_shards
 from parallel.ledger.pieces import Memory
+from parallel.ledger.unit_sums import UnitSums
+from parallel.ledger.units_in_place import UnitsInPlace
 from parallel.traits import TRAITS
 
 
@@ -38,16 +38,20 @@ class UnitMemory:
         self.has_buckets = TRAITS[parts.config.data_parallel].has_buckets and not self.by_unit
         self.in_backward = self.adds = False
         self.reduces = True
-        # Flattened units that no rank shards are used, and summed over ranks, where they lie.
-        self._in_place = TRAITS[parts.config.data_parallel].flattens and self._num_shards == 1
-        self._buffer = self._sums = 0
+        # Flattened units that no rank shards are summed over ranks where they lie.
+        self._in_place: UnitsInPlace | None = None
+        if TRAITS[parts.config.data_parallel].flattens and self._num_shards == 1:
+            self._in_place = UnitsInPlace(memory, self._stored, self._itemsize)
+        self._is_copied = runs_on_copies(parts)
+        self._buffer = 0
+        self._sums = UnitSums(parts, memory, tp_rank)
         self._gathered: set[UnitSpec] = set()
         self._waiting: dict[UnitSpec, int] = {}
 
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients stay where they were made; else each is added or copied to another one at once."""
-        return self.by_unit or not (self.adds or (self.has_buckets and self.reduces))
+        return self.by_unit or self._is_copied or not (self.adds or (self.has_buckets and self.reduces))
 
     def keeps_gradients_of(self, units: Sequence[UnitSpec]) -> bool:
         """The same of units: autograd adds to what waits in the dtype in which it comes.
@@ -56,7 +60,8 @@ class UnitMemory:
             units: Of one block.
         """
         waits = self._reduced == self._itemsize and any(unit in self._waiting for unit in units)
-        return self.keeps_gradients and not waits
+        # Flattened ones are joined before anything is added.
+        return self.keeps_gradients and (self._in_place is not None or not waits)
 
     def gradient_bytes(self, unit: UnitSpec) -> int:
         """Gradients of a unit as backward makes them.
@@ -73,7 +78,10 @@ class UnitMemory:
             units: That are needed now.
         """
         for unit in units:
-            if not self.by_unit or self._in_place or not unit.parameters or unit in self._gathered:
+            if not self.by_unit or not unit.parameters or unit in self._gathered:
+                continue
+            if self._in_place is not None:
+                self._in_place.use(unit, self._bytes(unit))
                 continue
             if self.in_backward and not unit.gathered_again:
                 continue
@@ -89,8 +97,32 @@ class UnitMemory:
             units: That are needed next.
         """
         for unit in units:
-            if self.by_unit and unit.parameters and unit.gathered_again:
+            if self._in_place is not None and unit.parameters:
+                self._in_place.use(unit, self._bytes(unit))
+            elif self.by_unit and unit.parameters and unit.gathered_again:
                 self._gather(unit)
+
+    def gather_all(self, units: Sequence[UnitSpec]) -> None:
+        """Gathers all units of a stage, which stay.
+
+        Args:
+            units: Of the stage.
+        """
+        for unit in units:
+            if self.by_unit and unit.parameters:
+                self._gather(unit)
+
+    def copy_all(self, units: Sequence[UnitSpec]) -> None:
+        """Copies them out when the stage first runs, each out of its buffer.
+
+        Args:
+            units: Of the stage.
+        """
+        self.in_backward = True
+        for unit in units:
+            if self.by_unit and unit.parameters:
+                self._copy_out(unit)
+                self._gathered.add(unit)
 
     def leave(self, units: Sequence[UnitSpec]) -> None:
         """Frees units after their forward, where they do not stay.
@@ -100,15 +132,19 @@ class UnitMemory:
         """
         group = self._parts.config.sharding.reshard_group
         for unit in units:
-            if unit in self._gathered and not unit.kept:
+            if self._in_place is not None:
+                self._in_place.free(unit)
+            elif unit in self._gathered and not unit.kept:
                 size = self._bytes(unit)
                 self._gathered.remove(unit)
                 self.memory.change((size // group if group and unit.gathered_again else 0) - size)
 
     def end_forward(self) -> None:
-        """Frees the buffer of the last gather."""
+        """Frees the buffer of the last gather, and what was copied where units lie."""
         self.memory.change(-self._buffer)
         self._buffer = 0
+        if self._in_place is not None:
+            self._in_place.free_all()
 
     def done(self, units: Sequence[UnitSpec]) -> None:
         """What follows on the backward of units.
@@ -118,14 +154,20 @@ class UnitMemory:
         """
         for unit in units:
             gradients = self.gradient_bytes(unit)
+            if self._in_place is not None:
+                self._in_place.join(unit, gradients, self._bytes(unit), reduces=self.reduces)
+                continue
             if not self.by_unit:
+                if self._is_copied:
+                    # They are cast when all of them are there.
+                    continue
                 goes = self.has_buckets and self.reduces
                 # Those that have waited for the last micro-batch go with it.
                 self.memory.change(-gradients * ((not self.keeps_gradients) + (goes and self.adds)))
                 continue
             if self.reduces:
                 self.free(unit)
-                self._reduce(unit, gradients, self._waiting.pop(unit, 0))
+                self._sums.add(unit, gradients, self._waiting.pop(unit, 0), adds=self.adds)
                 continue
             if self._parts.config.pp == 1:
                 self.free(unit)
@@ -140,8 +182,7 @@ class UnitMemory:
 
     def end_backward(self) -> None:
         """Frees what the last sum was made of."""
-        self.memory.change(-self._sums)
-        self._sums = 0
+        self._sums.end()
 
     def free(self, unit: UnitSpec) -> None:
         """Frees a gathered unit.
@@ -161,7 +202,7 @@ class UnitMemory:
         """
         for unit in units:
             self.free(unit)
-            self._reduce(unit, 0, self._waiting.pop(unit, 0))
+            self._sums.add(unit, 0, self._waiting.pop(unit, 0), adds=self.adds)
 
     def _elements(self, parameters: Sequence[ParameterSpec]) -> int:
         return elements(parameters, self._parts.config, self._tp_rank)
@@ -190,42 +231,3 @@ class UnitMemory:
         if self._num_shards > 1:
             self.memory.change(-(size if self.in_backward else self._buffer))
             self._buffer = 0 if self.in_backward else size
-
-    def _reduce(self, unit: UnitSpec, gradients: int, waiting: int) -> None:
-        """Sums gradients over ranks: made in this micro-batch, and waiting from others."""
-        trainable = [each for each in unit.parameters if each.trainable]
-        if not trainable or self._in_place:
-            return
-        count = unit_elements(trainable, self._parts.config, self._tp_rank)
-        size, out = count * self._reduced, count // self._num_shards * self._reduced
-        self.memory.change(-self._sums)
-        self._sums = size
-        held = gradients
-        if waiting:
-            held = waiting
-            self.memory.change(-gradients)
-        self.memory.change(size, size)
-        last = 0
-        if self._num_shards > 1:
-            last = held * self._elements([trainable[-1]]) // max(1, self._elements(trainable))
-        self.memory.change(last - held)
-        self.memory.change(out, out + (size if self._num_shards == 1 else 0))
-        self.memory.change(-last)
-        if self._reduced != self._stored:
-            wide = count // self._num_shards * self._stored
-            self.memory.change(wide - out, wide)
-            out = wide
-        if self.adds:
-            # Added to what earlier micro-batches left.
-            self.memory.change(-out)
-
-
-def elements(parameters: Sequence[ParameterSpec], config: ParallelConfig, tp_rank: int) -> int:
-    """Elements of parameters on a rank of `tp`, before other sharding.
-
-    Args:
-        parameters: Any of them.
-        config: The layout with every degree resolved.
-        tp_rank: Place of the rank along `tp`.
-    """
-    return sum(prod(each.split(config.tp, tp_rank)) for each in parameters)

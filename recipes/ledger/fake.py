@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from parallel import Batch, Mesh, Trained, build_mesh, loss_scale, step
 from parallel.ledger.parts import num_reductions
@@ -88,6 +88,16 @@ def _with_more(traced: TracedStep, recipe: Recipe, num_more: int) -> TracedStep:
     )
 
 
+class _Sent:
+    """Holds what is sent until the sender lets go of it, as a real send does."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        """It is there already."""
+
+
 @contextmanager
 def _nothing_read(recipe: Recipe) -> Iterator[None]:
     """Lets the parts of a step that read values see real ones, or none."""
@@ -123,7 +133,14 @@ def _nothing_read(recipe: Recipe) -> Iterator[None]:
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return False
 
+    # Private: by it all schedules send.
+    send = schedules._batch_p2p
+
+    def send_and_hold(ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
+        return [*send(ops, desc), *(_Sent(each.tensor) for each in ops)]
+
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(schedules, "_batch_p2p", send_and_hold))
         stack.enter_context(mock.patch.object(step, "_agree_on_tokens", agree_on_real_tokens))
         stack.enter_context(mock.patch.object(step, "_total", total))
         stack.enter_context(mock.patch.object(dist, "all_to_all_single", tell_alike))

@@ -11,13 +11,13 @@ from parallel.ledger.exactness import Bound, bounds_of
 from parallel.ledger.flops import FlopConvention, recomputed_flops_per_token, training_flops_per_token
 from parallel.ledger.memory import MemoryForecast, predict_memory
 from parallel.ledger.optimizer_memory import kernels_of
+from parallel.ledger.padding import elements
 from parallel.ledger.parts import ModelParts, model_parts, num_shards
 from parallel.ledger.states import Moments, predict_states
 from parallel.ledger.stretches import kept_results
 from parallel.ledger.term import Term
 from parallel.ledger.textbook import Form, state_forms, traffic_form
 from parallel.ledger.traffic import StepShape, predict_traffic
-from parallel.ledger.unit_memory import elements
 from parallel.planner.accounting import Accounting, state_bytes
 from parallel.traits import TRAITS
 from recipes.model import model_and_plan

@@ -1,6 +1,7 @@
 """Takes a step of a recipe under a meter of memory and a counter of collectives."""
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ class TracedRun:
             for _ in range(num_warm):
                 self.step()
             self.rest()
+            # What earlier steps have left in cycles is no part of this one.
+            gc.collect()
             rest_bytes = self.meter.live_bytes
             seen: list[int] = []
             self.meter.start()

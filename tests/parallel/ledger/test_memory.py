@@ -28,6 +28,7 @@ PREFETCH = Sharding(forward_prefetch=1, backward_prefetch=2)
 ODD = {"vocab_size": 261}
 HEADS = {"attention_bias": True, "qk_norm": True}
 DDP = {"data_parallel": "ddp"}
+FLAT = {"data_parallel": "fsdp1", "strategy": "no_shard"}
 
 
 def recipe(layout: dict[str, Any], model: dict[str, Any], *, documents: bool = False) -> Recipe:
@@ -70,6 +71,7 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any], dict[str, Any], bool]] = {
     ),
     "cp by a ring": (2, 1, 1, {"cp": 2, "cp_method": "ring"}, {}, True),
     "cp by ulysses": (2, 0, 1, {"cp": 2, "cp_method": "ulysses", "precision": BF16}, {}, False),
+    "cp by all-gather in bf16, tied": (2, 1, 2, {"cp": 2, "cp_method": "allgather", "precision": BF16}, TIED, False),
     "cp by all-gather x tp": (4, 3, 1, {"cp": 2, "tp": 2, "cp_method": "allgather"}, {}, True),
     "pp, first stage": (2, 0, 3, PIPELINE, {}, False),
     "pp x fsdp in bf16, last stage": (4, 3, 2, PIPELINE | {"precision": BF16}, {}, False),
@@ -79,10 +81,13 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any], dict[str, Any], bool]] = {
     "pp x tp": (4, 1, 2, PIPELINE | {"tp": 2, "precision": BF16}, {}, False),
     "ddp": (2, 0, 4, DDP, {}, False),
     "ddp, recomputed": (2, 0, 1, DDP | FULL, {}, True),
+    "ddp in bf16": (2, 0, 3, DDP | {"precision": BF16}, {}, False),
     "ddp x tp": (4, 3, 2, DDP | {"tp": 2}, {}, False),
     "zero1": (4, 1, 2, {"data_parallel": "zero1"}, ODD, False),
     "fsdp1, flattened": (2, 1, 2, {"data_parallel": "fsdp1"}, TIED, False),
-    "fsdp1 no_shard, flattened": (2, 0, 2, {"data_parallel": "fsdp1", "strategy": "no_shard"}, {}, False),
+    "zero1 in bf16": (2, 1, 1, {"data_parallel": "zero1", "precision": BF16}, TIED, True),
+    "fsdp1 no_shard": (2, 0, 2, FLAT, {}, False),
+    "fsdp1 no_shard in bf16": (2, 1, 2, FLAT | {"precision": BF16}, {}, True),
 }
 SLOW = (
     "full_shard, every second block",
@@ -98,7 +103,9 @@ SLOW = (
     "deep",
     "ddp, recomputed",
     "ddp x tp",
-    "fsdp1 no_shard, flattened",
+    "fsdp1 no_shard",
+    "zero1 in bf16",
+    "fsdp1 no_shard in bf16",
     "cp",
 )
 
@@ -215,7 +222,7 @@ def test_the_closed_form_takes_milliseconds_whatever_the_size() -> None:
 
 def test_what_cannot_be_predicted_is_listed_with_its_reason() -> None:
     coordinates = dict.fromkeys(("pp", "fsdp", "loss", "cp", "tp"), 0)
-    for layout, world_size in (({"pp": 2, "schedule": "zbv_zero_bubble"}, 2),):
+    for layout, world_size in (({"data_parallel": "dp"}, 1),):
         predicted = forecast(recipe(layout, {"num_layers": 4}), world_size, coordinates, 4)
         assert predicted.memory is None
         assert [bound.share for bound in predicted.bounds if bound.is_unknown] == [None]

@@ -1,0 +1,68 @@
+"""Follows the sums of units' gradients over ranks."""
+
+from collections.abc import Sequence
+
+from parallel.ledger.block_sizes import itemsizes
+from parallel.ledger.padding import elements, unit_elements
+from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, num_shards
+from parallel.ledger.pieces import Memory
+
+
+class UnitSums:
+    """Sums of one rank, each of which holds what it is made of until the next one."""
+
+    def __init__(self, parts: ModelParts, memory: Memory, tp_rank: int) -> None:
+        """Nothing is summed.
+
+        Args:
+            parts: The rank's part of the model.
+            memory: What is held.
+            tp_rank: Place of the rank along `tp`.
+        """
+        self._parts, self._memory, self._tp_rank = parts, memory, tp_rank
+        self._stored, _, _, self._reduced = itemsizes(parts)
+        self._num_shards = num_shards(parts.config)
+        self._held = 0
+
+    def add(self, unit: UnitSpec, gradients: int, waiting: int, *, adds: bool) -> None:
+        """Sums gradients of a unit over ranks.
+
+        Args:
+            unit: The unit.
+            gradients: Bytes of what this micro-batch made.
+            waiting: Bytes of what has waited of others.
+            adds: Whether there are sums already, to which these are added.
+        """
+        trainable = [each for each in unit.parameters if each.trainable]
+        if not trainable:
+            return
+        count = unit_elements(trainable, self._parts.config, self._tp_rank)
+        size, out = count * self._reduced, count // self._num_shards * self._reduced
+        self._memory.change(-self._held)
+        self._held = size
+        held = gradients
+        if waiting:
+            held = waiting
+            self._memory.change(-gradients)
+        self._memory.change(size, size)
+        last = 0
+        if self._num_shards > 1:
+            last = held * self._elements([trainable[-1]]) // max(1, self._elements(trainable))
+        self._memory.change(last - held)
+        self._memory.change(out, out + (size if self._num_shards == 1 else 0))
+        self._memory.change(-last)
+        if self._reduced != self._stored:
+            wide = count // self._num_shards * self._stored
+            self._memory.change(wide - out, wide)
+            out = wide
+        if adds:
+            # Added to what earlier micro-batches left.
+            self._memory.change(-out)
+
+    def end(self) -> None:
+        """Frees what the last sum was made of."""
+        self._memory.change(-self._held)
+        self._held = 0
+
+    def _elements(self, parameters: Sequence[ParameterSpec]) -> int:
+        return elements(parameters, self._parts.config, self._tp_rank)
