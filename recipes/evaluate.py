@@ -89,12 +89,14 @@ class Evaluation:
         num_tokens: Tokens that were predicted.
         num_bytes: Bytes of the text that they stand for.
         num_sequences: Sequences.
+        sequence_length: Tokens of each at most, of which a model sees those before.
     """
 
     loss_sum: float
     num_tokens: int
     num_bytes: int
     num_sequences: int
+    sequence_length: int
 
     @property
     def nats_per_token(self) -> float:
@@ -114,7 +116,8 @@ class Evaluation:
     def describe(self) -> str:
         """The figures, a line for each kind."""
         return (
-            f"on         {self.num_tokens:,} tokens for {self.num_bytes:,} bytes, in {self.num_sequences:,} sequences\n"
+            f"on         {self.num_tokens:,} tokens for {self.num_bytes:,} bytes, in {self.num_sequences:,} sequences "
+            f"of {self.sequence_length:,}\n"
             f"loss       {self.nats_per_token:.4f} nats a token, {self.nats_per_byte:.4f} nats a byte "
             f"({self.nats_per_byte / math.log(2):.4f} bits)\n"
             f"perplexity {self.perplexity:.4f} a token"
@@ -156,7 +159,13 @@ def evaluate(checkpoint: str, command: EvaluateCommand, recipe: Recipe) -> Evalu
         num_bytes += sum(count_bytes(batch, tokenizer) for batch in batches)
     all_bytes = torch.tensor(num_bytes, device=mesh.device)
     dist.all_reduce(all_bytes, group=mesh.group("dp"))
-    return Evaluation(loss_sum=loss_sum, num_tokens=num_tokens, num_bytes=int(all_bytes), num_sequences=num_sequences)
+    return Evaluation(
+        loss_sum=loss_sum,
+        num_tokens=num_tokens,
+        num_bytes=int(all_bytes),
+        num_sequences=num_sequences,
+        sequence_length=data.sequence_length,
+    )
 
 
 def spread(num_samples: int, num_taken: int) -> list[int]:

@@ -21,7 +21,7 @@ from checkpoint import filesystem
 from checkpoint.canonical import by_fqn
 from checkpoint.foreign.match import Keys, fit, turn
 from checkpoint.offline import Progress
-from checkpoint.ranks import Ranks
+from checkpoint.ranks import Failure, Ranks
 from checkpoint.state import Trained, canonical_parameters
 from parallel.replicas import local_part
 
@@ -50,7 +50,7 @@ def load_dcp(
 
     Raises:
         ValueError: If the folder is not trusted, is none, or does not fit; lists every difference.
-        OSError: If it cannot be read.
+        OSError: If it cannot be read, on any rank.
     """
     if not allow_pickle:
         raise ValueError(
@@ -68,7 +68,7 @@ def load_dcp(
         if isinstance(each, TensorStorageMetadata)
     }
     names = ranks.together(where, lambda: fit(path, found, parameters, keys, cast))
-    with _one_process_is_meant():
+    with _as_one_process(), _own_errors(where, ranks):
         dcp.load(
             {names[fqn]: parameters[fqn] for fqn in names},
             storage_reader=reader,
@@ -93,7 +93,7 @@ def save_dcp(
 
     Raises:
         ValueError: If there is something at that path.
-        OSError: If it cannot be written.
+        OSError: If it cannot be written, on any rank; nothing of it is left.
     """
     ranks, path, where = Ranks(), Path(path).absolute(), f"export to {path}"
     temporary = ranks.on_coordinator(where, lambda: _prepare(path))
@@ -101,7 +101,7 @@ def save_dcp(
         tensors = canonical_parameters(trained)
         parameters = by_fqn(tensors)
         named = {key.name: _turned(parameters[fqn], key.num_rotary_heads) for fqn, key in keys.items()}
-        with _one_process_is_meant():
+        with _as_one_process(), _own_errors(where, ranks):
             dcp.save(named, checkpoint_id=temporary, planner=_TellingSave(progress), no_dist=not ranks.is_distributed)
         ranks.on_coordinator(where, lambda: _publish(temporary, path))
     except BaseException:
@@ -171,8 +171,17 @@ def _read_metadata(path: Path, reader: dcp.FileSystemReader) -> Metadata:
 
 
 @contextmanager
-def _one_process_is_meant() -> Iterator[None]:
+def _as_one_process() -> Iterator[None]:
     """Silences torch's remark that there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
+
+
+@contextmanager
+def _own_errors(where: str, ranks: Ranks) -> Iterator[None]:
+    """Raises what failed on some ranks as all else here does; torch's own error is no Exception."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        raise ranks.error(where, {rank: Failure.of(each[0]) for rank, each in error.failures.items()}) from error

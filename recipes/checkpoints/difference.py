@@ -106,7 +106,7 @@ class Comparison:
         """The comparison for people.
 
         Args:
-            num_listed: How many of the largest differences to list.
+            num_listed: How many names of a kind, and of the largest differences, to list.
         """
         headings = {
             "only in a": self.only_a,
@@ -115,9 +115,11 @@ class Comparison:
             "of another dtype": self.dtypes,
             "not compared, of another number of ranks, no difference": self.of_other_ranks,
         }
-        shown: list[RenderableType] = [
-            f"{what} ({len(names)}): {', '.join(names)}" for what, names in headings.items() if names
-        ]
+        shown: list[RenderableType] = []
+        for what, names in headings.items():
+            if names:
+                more = [f"... and {len(names) - num_listed:,} more"] if len(names) > num_listed else []
+                shown.append("\n  ".join([f"{what} ({len(names):,}):", *names[:num_listed], *more]))
         if self.differences:
             table = Table("tensor", "max |a - b|", "of max |b|", "elements that differ", title="largest differences")
             for each in self.differences[:num_listed]:
@@ -191,7 +193,7 @@ class Diff:
         a: One of them.
         b: The other.
         model: Compare parameters of the model alone.
-        largest: How many of the largest differences to list; JSON has all.
+        largest: How many of the largest differences, and names of a kind, to list; JSON has all.
         json: Print JSON.
         debug: Show the traceback of an error.
     """

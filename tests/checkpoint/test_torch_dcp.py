@@ -2,6 +2,8 @@
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -189,12 +191,26 @@ def test_a_file_that_would_run_code_or_holds_no_tensors_is_refused(
     assert not (tmp_path / "executed").exists()
 
 
+@contextmanager
+def failing(call: str, failure: OSError | None) -> Iterator[None]:
+    """Lets a call of torch's writer fail on this rank, or not."""
+    if failure is None:
+        yield
+        return
+    with patch.object(dcp.FileSystemWriter, call, side_effect=failure):
+        yield
+
+
 def interrupted(folder: str) -> tuple[list[int], int]:
     trained = build(ParallelConfig(), CONFIG, dtype=torch.float32)
     told: list[int] = []
-    failure = OSError(errno.ENOSPC, "No space left on device")
-    with patch.object(dcp, "save", side_effect=failure), pytest.raises(OSError, match="No space left"):
+    failure = OSError(errno.ENOSPC, "No space left on device") if dist.get_rank() == 1 else None
+    with (
+        failing("write_data", failure),
+        pytest.raises(OSError, match=r"could not export .*rank 1: .*No space") as no_space,
+    ):
         save_dcp(folder, trained, keys_of(trained, "ours"))
+    assert no_space.value.errno == errno.ENOSPC
     dist.barrier()
     assert os.listdir(Path(folder).parent) == []
     dist.barrier()

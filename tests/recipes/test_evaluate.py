@@ -148,8 +148,10 @@ def test_bytes_of_a_tokenizer_are_those_of_the_text_that_its_tokens_stand_for(tm
 
 
 def test_a_perplexity_beyond_all_bounds_and_no_token_at_all_are_told() -> None:
-    assert Evaluation(loss_sum=1e6, num_tokens=10, num_bytes=10, num_sequences=1).perplexity == math.inf
-    nothing = Evaluation(loss_sum=0.0, num_tokens=0, num_bytes=0, num_sequences=1)
+    assert (
+        Evaluation(loss_sum=1e6, num_tokens=10, num_bytes=10, num_sequences=1, sequence_length=8).perplexity == math.inf
+    )
+    nothing = Evaluation(loss_sum=0.0, num_tokens=0, num_bytes=0, num_sequences=1, sequence_length=8)
     assert math.isnan(nothing.nats_per_token) and math.isnan(nothing.nats_per_byte)
 
 
