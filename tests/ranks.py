@@ -81,7 +81,7 @@ class _Pool:
         self.num_calls += 1
         port = _free_port()
         for connection in self.connections:
-            connection.send_bytes(pickle.dumps((self.num_calls, port, function, args)))
+            connection.send_bytes(pickle.dumps((self.num_calls, port, os.getcwd(), function, args)))
         outcomes: dict[int, tuple[bool, Any]] = {}
         while len(outcomes) < len(self.connections):
             waiting = [each for rank, each in enumerate(self.connections) if rank not in outcomes]
@@ -119,9 +119,11 @@ def _serve(rank: int, world_size: int, store_port: int, connection: Connection) 
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     while True:
         try:
-            number, port, function, args = pickle.loads(connection.recv_bytes())
+            number, port, folder, function, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        # A test may have gone elsewhere since the ranks were forked, or before.
+        os.chdir(folder)
         # For code that leaves the group and starts another one from the environment.
         os.environ["MASTER_PORT"] = str(port)
         try:
