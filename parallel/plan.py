@@ -1,6 +1,6 @@
 """What a model declares about itself as data, so that `parallel` can split it without knowing it."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
@@ -206,3 +206,15 @@ def matching(pattern: str, fqns: Mapping[str, object]) -> list[str]:
         if fqn.count(".") == pattern.count(".")
         and all(fnmatchcase(name, part) for name, part in zip(fqn.split("."), parts, strict=True))
     ]
+
+
+def innermost(fqn: str, modules: Container[str]) -> str | None:
+    """The innermost of some modules around a module or parameter, or itself; None if there is none.
+
+    Args:
+        fqn: Its name.
+        modules: Names of modules.
+    """
+    while fqn and fqn not in modules:
+        fqn = fqn.rpartition(".")[0]
+    return fqn or None

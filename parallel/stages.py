@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
 from torch import nn
@@ -59,6 +60,11 @@ def balance(costs: Sequence[float], count: int, *, before: float = 0.0, after: f
         before: Cost of what the first stage has beside its blocks.
         after: Cost of what the last stage has beside its blocks.
     """
+    return _balance(tuple(costs), count, before, after)
+
+
+@lru_cache
+def _balance(costs: tuple[float, ...], count: int, before: float, after: float) -> tuple[int, ...]:
     sums = [0.0, *accumulate(costs)]
 
     def cost(start: int, end: int) -> float:

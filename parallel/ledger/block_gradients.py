@@ -1,9 +1,12 @@
 """Says which results of a block autograd follows, where some parameters are frozen and adapters stand beside others."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from parallel.ledger.lookup import by_block
 from parallel.ledger.parts import ModelParts, ParameterSpec
 
 PROJECTIONS = {
@@ -71,6 +74,7 @@ class BlockGradients:
         return any(name in self.trained or self.adapter(name) is not None for name in names)
 
 
+@lru_cache(maxsize=1024)
 def block_gradients(parts: ModelParts, index: int, tp_rank: int) -> BlockGradients:
     """Where gradients flow in one of a rank's blocks.
 
@@ -80,7 +84,7 @@ def block_gradients(parts: ModelParts, index: int, tp_rank: int) -> BlockGradien
         tp_rank: Place of the rank along `tp`.
     """
     fqn = parts.plan.blocks[index].fqn
-    specs = {each.fqn: each for each in parts.parameters}
+    specs = by_block(parts)[fqn]
     trained = frozenset(
         name
         for name, module in (PROJECTIONS | _NORMS).items()
@@ -136,5 +140,5 @@ def _flows(parts: ModelParts, index: int) -> bool:
     return not first or any(each.trainable and each.fqn.startswith(before) for each in parts.parameters)
 
 
-def _is_trained(specs: dict[str, ParameterSpec], fqn: str) -> bool:
+def _is_trained(specs: Mapping[str, ParameterSpec], fqn: str) -> bool:
     return fqn in specs and specs[fqn].trainable

@@ -28,7 +28,8 @@ class Copies:
         stored, itemsize, *_ = itemsizes(parts)
         self.are_used = runs_on_copies(parts)
         self._memory, self._stored, self._itemsize = memory, stored, itemsize
-        self._counts = {each: prod(each.split(parts.config.tp, tp_rank)) for each in parts.parameters}
+        copied = parts.parameters if self.are_used else ()
+        self._counts = {each: prod(each.split(parts.config.tp, tp_rank)) for each in copied}
         in_blocks = {f"{block.fqn}.{name}.weight" for block in parts.plan.blocks for name in PROJECTIONS.values()}
         used = sum(count for each, count in self._counts.items() if each.fqn in in_blocks)
         at_ends = sum(count for each, count in self._counts.items() if each.fqn in ("embed.weight", "head.weight"))

@@ -6,8 +6,9 @@ from math import prod
 
 from parallel.ledger.block_sizes import BatchShape, itemsizes
 from parallel.ledger.ends_memory import INT64
+from parallel.ledger.lookup import kinds_of
 from parallel.ledger.optimizer_memory import step_temporaries
-from parallel.ledger.parts import ModelParts, num_reductions, num_shards
+from parallel.ledger.parts import ModelParts, UnitSpec, num_reductions, num_shards
 from parallel.ledger.pipeline_memory import PipelineMemory
 from parallel.ledger.span_memory import SpanMemory
 from parallel.ledger.spans import spans_of
@@ -98,7 +99,9 @@ class _Step:
         (span,) = self.spans
         count, units = self.batch.num_micro_batches, self.units
         once, after = num_reductions(self.parts.config, count) == 1, 0
-        for number in range(count):
+        # Those in the middle hold what the second does, and where each is summed the last one too.
+        alike = range(2, count - 1 if once else count)
+        for number in (each for each in range(count) if each not in alike):
             units.reduces = not once or number == count - 1
             units.in_backward = False
             self.pieces.forward(span)
@@ -110,17 +113,16 @@ class _Step:
             units.adds = units.adds or units.reduces or not units.by_unit
         return after
 
+    def _updated(self, unit: UnitSpec) -> list[tuple[int, bool]]:
+        """Bytes that the rank updates of each parameter of a unit, and whether it is a matrix."""
+        config, stored = self.parts.config, itemsizes(self.parts)[0]
+        own = [each.split(config.tp, self.coordinates["tp"]) for each in unit.parameters if each.trainable]
+        return [(prod(shape) // num_shards(config) * stored, len(shape) > 1) for shape in own]
+
     def _optimizer(self) -> None:
         """What its step holds for a moment."""
         parts, batch = self.parts, self.batch
-        stored = itemsizes(parts)[0]
-        sizes = [
-            (
-                prod(own := each.split(parts.config.tp, self.coordinates["tp"])) // num_shards(parts.config) * stored,
-                len(own) > 1,
-            )
-            for each in parts.parameters
-            if each.trainable
-        ]
+        known = {id(unit.kind): self._updated(unit) for unit, _ in kinds_of(parts)}
+        sizes = [size for unit in parts.units for size in known[id(unit.kind)]]
         above = step_temporaries(batch.optimizer, batch.optimizer_kernels, decays=batch.decays, sizes=sizes)
         self.memory.change(0, above)

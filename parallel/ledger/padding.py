@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 from parallel.config import ParallelConfig
-from parallel.ledger.parts import ParameterSpec, num_shards
+from parallel.ledger.parts import ParameterSpec, UnitSpec, num_shards
 from parallel.traits import TRAITS
 
 ALIGNMENT_BYTES = 16
@@ -34,6 +35,61 @@ def unit_elements(parameters: Sequence[ParameterSpec], config: ParallelConfig, t
         return sum(sent_elements(each, config, tp_rank) for each in parameters)
     end = flat_ranges(parameters, config, tp_rank)[-1].stop if shapes else 0
     return padded((end,), num_shards(config))
+
+
+class UnitSizes(NamedTuple):
+    """Elements of a unit on one rank of `tp`.
+
+    Attributes:
+        sent: As it is gathered.
+        summed: As its gradients are.
+        trained: Of its trained parameters, without what fills them up.
+        last: Of the last of those.
+        largest: Of its largest parameter.
+    """
+
+    sent: int
+    summed: int
+    trained: int
+    last: int
+    largest: int
+
+
+class SizesOfUnits:
+    """Counts elements of units, once for all that are alike: for identical blocks nothing takes longer."""
+
+    def __init__(self, config: ParallelConfig, tp_rank: int) -> None:
+        """Has counted none.
+
+        Args:
+            config: The layout with every degree resolved.
+            tp_rank: Place of the rank along `tp`.
+        """
+        self._config, self._tp_rank = config, tp_rank
+        self._known: dict[int, UnitSizes] = {}
+
+    def of(self, unit: UnitSpec) -> UnitSizes:
+        """Elements of a unit.
+
+        Args:
+            unit: The unit.
+        """
+        key = id(unit.kind)
+        if key not in self._known:
+            self._known[key] = self._count(unit)
+        return self._known[key]
+
+    def _count(self, unit: UnitSpec) -> UnitSizes:
+        own, config, tp_rank = unit.parameters, self._config, self._tp_rank
+        counts = [elements([each], config, tp_rank) for each in own]
+        trained = [count for each, count in zip(own, counts, strict=True) if each.trainable]
+        return UnitSizes(
+            sent=unit_elements(own, config, tp_rank),
+            summed=unit_elements([each for each in own if each.trainable], config, tp_rank),
+            trained=sum(trained),
+            last=trained[-1] if trained else 0,
+            largest=max(counts, default=0),
+        )
 
 
 def sent_elements(parameter: ParameterSpec, config: ParallelConfig, tp_rank: int) -> int:

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from parallel.config import ParallelConfig
 from parallel.expert_styles import EXPERT_DIMS
-from parallel.plan import ParallelPlan, TensorParallelStyle, Unit, matching
+from parallel.plan import ParallelPlan, TensorParallelStyle, Unit, innermost, matching
 from parallel.stages import cut, part_of_plan, stage_module
 from parallel.traits import TRAITS
 from parallel.units import choose_units, kept_unit, with_expert_units
@@ -60,9 +61,9 @@ class ParameterSpec:
         return (*shape[: self.tp_dim], size, *shape[self.tp_dim + 1 :])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class UnitSpec:
-    """Parameters that travel together.
+    """Parameters that travel together; equal to itself alone.
 
     Attributes:
         parameters: Tied ones once.
@@ -74,10 +75,20 @@ class UnitSpec:
     kept: bool
     gathered_again: bool
 
+    @cached_property
+    def kind(self) -> tuple[object, ...]:
+        """What tells it from units of other sizes or other treatment; those of identical blocks share one object."""
+        own = ((each.shape, each.dtype, each.trainable, each.tp_dim, each.ep) for each in self.parameters)
+        kind = (*own, self.kept, self.gathered_again)
+        return _KINDS.setdefault(kind, kind)
 
-@dataclass(frozen=True, kw_only=True)
+
+_KINDS: dict[tuple[object, ...], tuple[object, ...]] = {}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ModelParts:
-    """A model in a layout.
+    """A model in a layout; equal to itself alone.
 
     Attributes:
         config: The layout with every degree resolved.
@@ -96,7 +107,7 @@ class ModelParts:
     whole: ParallelPlan
     pp_rank: int
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """All parameters, unit after unit."""
         return tuple(parameter for unit in self.units for parameter in unit.parameters)
@@ -136,10 +147,12 @@ def _of_part(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) -> Mo
     aliases = {name for names in plan.tied for name in names[1:]}
     modules = dict(model.named_modules())
     styles = {fqn: style for pattern, style in plan.tensor_parallel.items() for fqn in matching(pattern, modules)}
+    places = {name: place for place, unit in enumerate(units) for name in unit.modules}
     members: list[list[ParameterSpec]] = [[] for _ in (*units, "root")]
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         if fqn not in aliases:
-            within = _innermost_unit(fqn, units)
+            around = innermost(fqn, places)
+            within = len(units) if around is None else places[around]
             is_split = within < len(units) and units[within].view == "expert_fsdp"
             spec = _parameter_spec(fqn, parameter, styles.get(fqn.rpartition(".")[0]))
             members[within].append(replace(spec, ep=config.ep) if is_split else spec)
@@ -163,14 +176,6 @@ def _parameter_spec(fqn: str, parameter: nn.Parameter, style: TensorParallelStyl
         trainable=parameter.requires_grad,
         tp_dim=tp_dim if tp_dim is not None and tp_dim < parameter.dim() else None,
     )
-
-
-def _innermost_unit(fqn: str, units: Sequence[Unit]) -> int:
-    """Place of the unit that takes a parameter; one behind the last for the root."""
-    around = [
-        (len(name), index) for index, unit in enumerate(units) for name in unit.modules if fqn.startswith(f"{name}.")
-    ]
-    return max(around, default=(0, len(units)))[1]
 
 
 def _unit_spec(unit: Unit, own: Sequence[ParameterSpec], stays: bool, config: ParallelConfig) -> UnitSpec:

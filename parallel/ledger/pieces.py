@@ -30,7 +30,9 @@ class Memory:
             num_bytes: What is held after it more than before.
             above: Most that was held within it beyond what was held before.
         """
-        self.peak = max(self.peak, self.now + above, self.now + num_bytes)
+        most = self.now + max(above, num_bytes)
+        if most > self.peak:
+            self.peak = most
         self.now += num_bytes
 
 

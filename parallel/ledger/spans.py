@@ -1,8 +1,10 @@
 """Says which blocks and units of a rank run in one piece, and in which place each unit is needed."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from parallel.ledger.parts import ModelParts, UnitSpec
+from parallel.plan import innermost
 from parallel.stages import cut
 
 
@@ -23,6 +25,7 @@ class Span:
     units: tuple[UnitSpec, ...]
 
 
+@lru_cache
 def spans_of(parts: ModelParts) -> tuple[Span, ...]:
     """What a rank runs, in the order of the model.
 
@@ -49,6 +52,7 @@ def spans_of(parts: ModelParts) -> tuple[Span, ...]:
     return tuple(spans)
 
 
+@lru_cache
 def layers_of(parts: ModelParts) -> list[list[UnitSpec]]:
     """Units by the place where they are gathered: the embedding, each block, the head, and the root.
 
@@ -56,9 +60,9 @@ def layers_of(parts: ModelParts) -> list[list[UnitSpec]]:
         parts: The rank's part of the model.
     """
     starts = ["embed", *(block.fqn for block in parts.plan.blocks), "head"]
+    places = {start: place for place, start in enumerate(starts)}
     layers: list[list[UnitSpec]] = [[] for _ in (*starts, "root")]
     for unit in parts.units:
-        fqns = [each.fqn for each in unit.parameters]
-        places = (place for place, start in enumerate(starts) if fqns and all(n.startswith(f"{start}.") for n in fqns))
-        layers[next(places, -1)].append(unit)
+        around = {innermost(each.fqn, places) for each in unit.parameters}
+        layers[places.get(around.pop() or "", -1) if len(around) == 1 else -1].append(unit)
     return layers

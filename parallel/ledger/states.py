@@ -6,6 +6,7 @@ from math import prod
 
 from parallel.config import ParallelConfig
 from parallel.ledger.live import LiveBytes
+from parallel.ledger.lookup import kinds_of
 from parallel.ledger.optimizer_memory import NUMBER_BYTES, OPTIMIZERS, OptimizerMemory, optimizer_memory
 from parallel.ledger.padding import flat_ranges, splits_columns, unit_elements
 from parallel.ledger.parts import ModelParts, ParameterSpec, is_unit_based, num_shards, part
@@ -42,12 +43,15 @@ def predict_states(parts: ModelParts, coordinates: Mapping[str, int], optimizer:
     """
     memory = optimizer_memory(optimizer)
     copies = _copied(parts)
-    updated = [[each for each in unit.parameters if each not in copies] for unit in parts.units]
+    kinds = tuple((unit, 1) for unit in parts.units) if copies else kinds_of(parts)
+    updated = [(count, [each for each in unit.parameters if each not in copies]) for unit, count in kinds]
     # Gradients of a unit lie in one piece, which is there as long as one of them is.
-    with_gradients = [unit.parameters for unit, own in zip(parts.units, updated, strict=True) if own]
-    held = sum(_stored(unit.parameters, parts.config, coordinates) for unit in parts.units)
-    gradients = sum(_stored(_with_gradients(each, parts.config), parts.config, coordinates) for each in with_gradients)
-    state = sum(_kept_by(memory, each, parts.config, coordinates) for each in updated)
+    with_gradients = [(count, unit.parameters) for (unit, count), (_, own) in zip(kinds, updated, strict=True) if own]
+    held = sum(count * _stored(unit.parameters, parts.config, coordinates) for unit, count in kinds_of(parts))
+    gradients = sum(
+        count * _stored(_with_gradients(own, parts.config), parts.config, coordinates) for count, own in with_gradients
+    )
+    state = sum(count * _kept_by(memory, own, parts.config, coordinates) for count, own in updated)
     gathered = _gathered(parts, coordinates)
     return Moments(
         rest=LiveBytes(parameters=held, unsharded=0, gradients=0, optimizer_state=state),
@@ -122,11 +126,12 @@ def _gathered(parts: ModelParts, coordinates: Mapping[str, int]) -> int:
     if not is_unit_based(config) or (TRAITS[config.data_parallel].flattens and num_shards(config) == 1):
         return 0
     total = 0
-    for unit in parts.units:
+    for unit, count in kinds_of(parts):
         # Resharding to a group leaves each of its ranks a part of what it gathers again.
         regroups = unit.gathered_again and not any(each.ep > 1 for each in unit.parameters)
         group = config.sharding.reshard_group if regroups else None
         if unit.parameters and (unit.kept or group is not None):
             dtype = config.precision.compute_dtype or unit.parameters[0].dtype
-            total += unit_elements(unit.parameters, config, coordinates["tp"]) // (group or 1) * dtype.itemsize
+            sent = unit_elements(unit.parameters, config, coordinates["tp"])
+            total += count * (sent // (group or 1)) * dtype.itemsize
     return total

@@ -15,6 +15,7 @@ from parallel.ledger.block_gradients import BlockGradients, block_gradients, gra
 from parallel.ledger.block_run import OWN, BlockRun, Borrowed, Kept
 from parallel.ledger.block_sizes import BatchShape, BlockSizes, block_sizes, itemsizes, runs_on_copies
 from parallel.ledger.ends_memory import HeadSizes, Stretch
+from parallel.ledger.lookup import by_block
 from parallel.ledger.padding import elements
 from parallel.ledger.parts import ModelParts
 from parallel.ledger.pieces import Piece
@@ -164,12 +165,13 @@ class Stretches:
         Args:
             index: Its place among the rank's blocks.
         """
-        start = f"{self._parts.plan.blocks[index].fqn}."
-        own = [each for each in self._parts.parameters if each.fqn.startswith(start) and each.trainable]
+        block = by_block(self._parts)[self._parts.plan.blocks[index].fqn]
+        own = [each for each in block.values() if each.trainable]
         return elements(own, self._parts.config, self._tp_rank) * self._itemsize
 
     def _bytes_of(self, fqn: str, *, trained: bool = False) -> int:
-        own = [each for each in self._parts.parameters if each.fqn == fqn and (each.trainable or not trained)]
+        around = by_block(self._parts).get(fqn.rpartition(".")[0], {})
+        own = [each for each in around.values() if each.fqn == fqn and (each.trainable or not trained)]
         return elements(own, self._parts.config, self._tp_rank) * self._itemsize
 
     def _block(

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -48,6 +49,7 @@ class Term:
     payload_bytes: int
 
 
+@lru_cache(maxsize=1024)
 def channel(config: ParallelConfig, kind: Kind, view: str, phase: Phase) -> Channel:
     """The channel of a collective over a view.
 

@@ -9,6 +9,7 @@ import torch
 
 from parallel.config import ParallelConfig
 from parallel.counter import Phase
+from parallel.ledger.lookup import kinds_of
 from parallel.ledger.padding import padded, unit_elements
 from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, is_unit_based, num_reductions, num_shards
 from parallel.ledger.schedule_order import actions_of, runs_listed
@@ -30,9 +31,12 @@ def parameter_terms(parts: ModelParts, num_micro_batches: int, tp_rank: int) -> 
     config, traits = parts.config, TRAITS[parts.config.data_parallel]
     if is_unit_based(config):
         times = _gathers_of_stages(parts, num_micro_batches) if config.pp > 1 else {}
-        for unit in parts.units:
-            yield from _repeated(_gathers(unit, config, tp_rank), times.get(unit, num_micro_batches))
-            yield from _repeated(_reductions(unit, config, tp_rank), num_reductions(config, num_micro_batches))
+        # Stages may be gathered more often than others, so that their units are not alike.
+        for unit, count in ((unit, 1) for unit in parts.units) if times else kinds_of(parts):
+            gathers = _repeated(_gathers(unit, config, tp_rank), times.get(unit, num_micro_batches))
+            sums = _repeated(_reductions(unit, config, tp_rank), num_reductions(config, num_micro_batches))
+            for term in (*gathers, *sums):
+                yield replace(term, payload_bytes=count * term.payload_bytes)
     elif traits.has_buckets:
         yield from _buckets(parts)
         if traits.splits_optimizer_rows:

@@ -1,14 +1,17 @@
 """Predicts what `tp` sends: activations at the borders of split modules, and the loss over a split vocabulary."""
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
+from functools import lru_cache
 from math import prod
 
 import torch
 
 from parallel.activation_checkpoint import GATHERS, POLICIES, REDUCTIONS
+from parallel.ledger.lookup import by_block
 from parallel.ledger.parts import ModelParts, num_reductions
 from parallel.ledger.term import Term, channel
-from parallel.plan import TensorParallelStyle
+from parallel.plan import TensorParallelStyle, innermost
 
 READERS: tuple[TensorParallelStyle, ...] = ("gather_input", "head", "expert_layer")
 """Styles that need the whole residual stream."""
@@ -66,22 +69,20 @@ def _activations(parts: ModelParts, num_tokens: int) -> Iterator[Term]:
                 yield Term(name=name, channel=where, payload_bytes=count * hidden)
 
 
+@lru_cache
 def _gone_back_through(parts: ModelParts) -> tuple[int, int]:
     """Readers and writers whose gradients are wanted: backward ends at the first module that has anything to train."""
-    blocks = [block.fqn for block in (*parts.plan.first, *parts.plan.blocks, *parts.plan.last)]
-    place = {fqn: number for number, fqn in enumerate(blocks)}
+    place = {fqn: number for number, fqn in enumerate(by_block(parts))}
 
     def block_of(fqn: str) -> int:
-        names = fqn.split(".")
-        return next((place[each] for n in range(1, len(names) + 1) if (each := ".".join(names[:n])) in place), -1)
+        return place.get(innermost(fqn, place) or "", -1)
 
     # Styles stand in the order in which modules of a block run, but for those of weights within a module.
     own = [fqn for fqn, style in parts.styles.items() if style not in WEIGHTS]
     order = {fqn: number for number, fqn in enumerate(sorted(own, key=block_of))}
 
     def runs_at(parameter: str) -> int:
-        around = [fqn for fqn in order if parameter.startswith(f"{fqn}.")]
-        return order[max(around, key=len)] if around else -1
+        return order.get(innermost(parameter, order) or "", -1)
 
     first = min((runs_at(each.fqn) for each in parts.parameters if each.trainable), default=len(order))
     readers = sum(parts.styles[fqn] in READERS and number > first for fqn, number in order.items())
@@ -89,17 +90,20 @@ def _gone_back_through(parts: ModelParts) -> tuple[int, int]:
     return readers, writers
 
 
+@lru_cache
 def _computed_again(parts: ModelParts) -> tuple[int, int]:
     """Readers and writers within blocks that run a second time in backward, because nothing kept what they gave."""
     config = parts.config
     if config.activation_checkpointing == "none":
         return 0, 0
-    readers = writers = 0
-    for block in parts.plan.blocks[:: config.activation_checkpoint_every]:
-        inside = f"{block.fqn}."
-        readers += _count(parts, READERS, inside)
-        # Autograd needs nothing of the last sum of a block, so that computing again stops before it.
-        writers += max(0, _count(parts, WRITERS, inside) - 1)
+    again = {block.fqn for block in parts.plan.blocks[:: config.activation_checkpoint_every]}
+    inside = {
+        styles: Counter(innermost(fqn, again) for fqn, style in parts.styles.items() if style in styles)
+        for styles in (READERS, WRITERS)
+    }
+    readers = sum(inside[READERS][fqn] for fqn in again)
+    # Autograd needs nothing of the last sum of a block, so that computing again stops before it.
+    writers = sum(max(0, inside[WRITERS][fqn] - 1) for fqn in again)
     if config.activation_checkpointing == "selective":
         keep = POLICIES[config.activation_checkpoint_policy]()
         readers = 0 if all(keep(op, ()) for op in GATHERS) else readers
@@ -107,9 +111,9 @@ def _computed_again(parts: ModelParts) -> tuple[int, int]:
     return readers, writers
 
 
-def _count(parts: ModelParts, styles: Iterable[TensorParallelStyle], inside: str = "") -> int:
-    """Modules of some styles whose names begin in some way."""
-    return sum(style in styles and fqn.startswith(inside) for fqn, style in parts.styles.items())
+def _count(parts: ModelParts, styles: Collection[TensorParallelStyle]) -> int:
+    """Modules of some styles."""
+    return sum(style in styles for style in parts.styles.values())
 
 
 def _loss(parts: ModelParts, num_tokens: int) -> Iterator[Term]:

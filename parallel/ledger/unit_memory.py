@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from parallel.ledger.block_sizes import itemsizes, runs_on_copies
-from parallel.ledger.padding import elements, unit_elements
-from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, is_unit_based, num_shards
+from parallel.ledger.padding import SizesOfUnits
+from parallel.ledger.parts import ModelParts, UnitSpec, is_unit_based, num_shards
 from parallel.ledger.pieces import Memory
 from parallel.ledger.unit_sums import UnitSums
 from parallel.ledger.units_in_place import UnitsInPlace
@@ -31,7 +31,8 @@ class UnitMemory:
             memory: What is held.
             tp_rank: Place of the rank along `tp`.
         """
-        self.memory, self._parts, self._tp_rank = memory, parts, tp_rank
+        self.memory, self._parts = memory, parts
+        self._sizes = SizesOfUnits(parts.config, tp_rank)
         self._stored, self._itemsize, _, self._reduced = itemsizes(parts)
         self._num_shards = num_shards(parts.config)
         self.by_unit = is_unit_based(parts.config)
@@ -69,7 +70,7 @@ class UnitMemory:
         Args:
             unit: The unit.
         """
-        return self._elements([each for each in unit.parameters if each.trainable]) * self._itemsize
+        return self._sizes.of(unit).trained * self._itemsize
 
     def enter(self, units: Sequence[UnitSpec]) -> None:
         """Gathers units for their forward, or for their backward if nothing has before.
@@ -204,12 +205,9 @@ class UnitMemory:
             self.free(unit)
             self._sums.add(unit, 0, self._waiting.pop(unit, 0), adds=self.adds)
 
-    def _elements(self, parameters: Sequence[ParameterSpec]) -> int:
-        return elements(parameters, self._parts.config, self._tp_rank)
-
     def _bytes(self, unit: UnitSpec) -> int:
         """A gathered unit in the dtype of the computation, padding included."""
-        return unit_elements(unit.parameters, self._parts.config, self._tp_rank) * self._itemsize
+        return self._sizes.of(unit).sent * self._itemsize
 
     def _gather(self, unit: UnitSpec) -> None:
         size = self._bytes(unit)
@@ -224,7 +222,7 @@ class UnitMemory:
         """In forward the buffer is freed when the next unit has been copied out."""
         size = self._bytes(unit)
         if self._num_shards == 1 and self._itemsize != self._stored:
-            largest = max(self._elements([each]) for each in unit.parameters) * self._itemsize
+            largest = self._sizes.of(unit).largest * self._itemsize
             self.memory.change(size, size + largest)
         else:
             self.memory.change(size, size)

@@ -1,10 +1,8 @@
 """Follows the sums of units' gradients over ranks."""
 
-from collections.abc import Sequence
-
 from parallel.ledger.block_sizes import itemsizes
-from parallel.ledger.padding import elements, unit_elements
-from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, num_shards
+from parallel.ledger.padding import SizesOfUnits
+from parallel.ledger.parts import ModelParts, UnitSpec, num_shards
 from parallel.ledger.pieces import Memory
 
 
@@ -19,7 +17,7 @@ class UnitSums:
             memory: What is held.
             tp_rank: Place of the rank along `tp`.
         """
-        self._parts, self._memory, self._tp_rank = parts, memory, tp_rank
+        self._memory, self._sizes = memory, SizesOfUnits(parts.config, tp_rank)
         self._stored, _, _, self._reduced = itemsizes(parts)
         self._num_shards = num_shards(parts.config)
         self._held = 0
@@ -33,10 +31,10 @@ class UnitSums:
             waiting: Bytes of what has waited of others.
             adds: Whether there are sums already, to which these are added.
         """
-        trainable = [each for each in unit.parameters if each.trainable]
-        if not trainable:
+        sizes = self._sizes.of(unit)
+        if not sizes.trained:
             return
-        count = unit_elements(trainable, self._parts.config, self._tp_rank)
+        count = sizes.summed
         size, out = count * self._reduced, count // self._num_shards * self._reduced
         self._memory.change(-self._held)
         self._held = size
@@ -47,7 +45,7 @@ class UnitSums:
         self._memory.change(size, size)
         last = 0
         if self._num_shards > 1:
-            last = held * self._elements([trainable[-1]]) // max(1, self._elements(trainable))
+            last = held * sizes.last // sizes.trained
         self._memory.change(last - held)
         self._memory.change(out, out + (size if self._num_shards == 1 else 0))
         self._memory.change(-last)
@@ -63,6 +61,3 @@ class UnitSums:
         """Frees what the last sum was made of."""
         self._memory.change(-self._held)
         self._held = 0
-
-    def _elements(self, parameters: Sequence[ParameterSpec]) -> int:
-        return elements(parameters, self._parts.config, self._tp_rank)

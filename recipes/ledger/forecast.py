@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import get_args
 
 from parallel import Mesh
@@ -77,8 +78,7 @@ def forecast(
         ValueError: If the ledger does not know the optimizer, or torch has no such kernels of it.
     """
     config = resolve(recipe.parallel, world_size)
-    model, plan = model_and_plan(recipe)
-    parts = model_parts(model, config, plan, coordinates["pp"])
+    parts = _parts_of(recipe, world_size, coordinates["pp"])
     batch = BatchShape(
         num_micro_batches=num_micro_batches,
         micro_batch=recipe.training.micro_batch,
@@ -110,6 +110,12 @@ def forecast(
         flops_per_token=flops,
         hardware_flops_per_token={each: flops[each] + again[each] for each in CONVENTIONS},
     )
+
+
+@lru_cache(maxsize=16)
+def _parts_of(recipe: Recipe, world_size: int, pp_rank: int) -> ModelParts:
+    model, plan = model_and_plan(recipe)
+    return model_parts(model, resolve(recipe.parallel, world_size), plan, pp_rank)
 
 
 def _accountings(parts: ModelParts) -> dict[str, float]:

@@ -215,7 +215,7 @@ def test_the_closed_form_takes_milliseconds_whatever_the_size() -> None:
     batch = BatchShape(num_micro_batches=2, micro_batch=1, sequence_length=8192, has_documents=True)
     start_s = time.process_time()
     memory = predict_memory(parts, batch, coordinates)
-    assert time.process_time() - start_s < 0.1
+    assert time.process_time() - start_s < 0.03
     # 405 G parameters of 16 bytes over 1,024 ranks and a block in flight, beside activations.
     assert 10e9 < memory.peak < 20e9
 
