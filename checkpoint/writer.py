@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from checkpoint import files, filesystem, shard_file
-from checkpoint.large_pages import use_large_pages
 from checkpoint.manifest import BLOCK_BYTES, Manifest, StoredFile, file_name
 from checkpoint.save_plan import SavePlan
 
@@ -45,7 +44,6 @@ def _rooms(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     num_bytes = sum(_aligned(values.nbytes) for values in parts.values())
     on_gpu = any(values.is_cuda for values in parts.values())
     buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-    use_large_pages(buffer)
     rooms, at = {}, 0
     for key, values in parts.items():
         rooms[key] = buffer[at : at + values.nbytes].view(values.dtype).view(values.shape)

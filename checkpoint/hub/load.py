@@ -14,7 +14,6 @@ from checkpoint.canonical import by_fqn
 from checkpoint.differences import Differences
 from checkpoint.hub.folder import HubFolder, open_hub_folder
 from checkpoint.hub.places import Part, Place, Places, file_shapes, parts_of
-from checkpoint.large_pages import use_large_pages
 from checkpoint.placed import local_box
 from checkpoint.ranks import Ranks
 from checkpoint.state import Trained, canonical_parameters
@@ -68,9 +67,6 @@ def load_hub(path: str | os.PathLike[str], trained: Trained, names: HubNames, *,
     # One rank reads the headers: ranks together would ask a file system for ranks x files of them.
     folder = ranks.on_coordinator(where, lambda: open_hub_folder(path))
     parts = ranks.together(where, lambda: HubPlan(folder, parameters, names, cast=cast).local_parts())
-    for parameter in parameters.values():
-        # New memory, most often, that nobody has touched.
-        use_large_pages(local_part(parameter))
     num_bytes = ranks.together(where, lambda: read_parts(folder, parts))
     tensors.fill_held()
     return num_bytes
