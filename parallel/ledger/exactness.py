@@ -72,18 +72,12 @@ def bounds_of(parts: ModelParts) -> tuple[Bound, ...]:
             "which walks torch then takes through the graph is not followed",
         ),
         (
-            traits.flattens and num_shards(config) > 1,
-            "flattened units",
-            0.05,
-            "torch frees flat parameters a little earlier than others",
+            traits.flattens and num_shards(config) > 1 and config.sharding.units == "model",
+            "a flattened unit of the whole model",
+            0.10,
+            "parts of it lie in it while gradients are joined, which is followed for units of a block",
         ),
         (traits.gathers_centrally, "replicas of one process", None, "their threads interleave as they happen to"),
-        (
-            config.sharding.reshard_group is not None,
-            "units kept on a group",
-            0.05,
-            "the group's own gather holds its parts a little longer",
-        ),
         (
             config.sharding.units == "size",
             "units within blocks",

@@ -44,6 +44,7 @@ class UnitMemory:
         if TRAITS[parts.config.data_parallel].flattens and self._num_shards == 1:
             self._in_place = UnitsInPlace(memory, self._stored, self._itemsize)
         self._is_copied = runs_on_copies(parts)
+        self._is_flat = TRAITS[parts.config.data_parallel].flattens
         self._buffer = 0
         self._sums = UnitSums(parts, memory, tp_rank)
         self._gathered: set[UnitSpec] = set()
@@ -62,7 +63,7 @@ class UnitMemory:
         """
         waits = self._reduced == self._itemsize and any(unit in self._waiting for unit in units)
         # Flattened ones are joined before anything is added.
-        return self.keeps_gradients and (self._in_place is not None or not waits)
+        return self.keeps_gradients and (self._is_flat or not waits)
 
     def gradient_bytes(self, unit: UnitSpec) -> int:
         """Gradients of a unit as backward makes them.
@@ -158,10 +159,13 @@ class UnitMemory:
             if self._in_place is not None:
                 self._in_place.join(unit, gradients, self._bytes(unit), reduces=self.reduces)
                 continue
+            if self._is_flat:
+                self._done_flat(unit, gradients)
+                continue
+            if self._is_copied:
+                # They are cast when all of them are there.
+                continue
             if not self.by_unit:
-                if self._is_copied:
-                    # They are cast when all of them are there.
-                    continue
                 goes = self.has_buckets and self.reduces
                 # Those that have waited for the last micro-batch go with it.
                 self.memory.change(-gradients * ((not self.keeps_gradients) + (goes and self.adds)))
@@ -205,6 +209,19 @@ class UnitMemory:
             self.free(unit)
             self._sums.add(unit, 0, self._waiting.pop(unit, 0), adds=self.adds)
 
+    def _done_flat(self, unit: UnitSpec, gradients: int) -> None:
+        """Joins gradients to a flat one while the unit is still there, and sums that."""
+        if not gradients:
+            self.free(unit)
+            return
+        size = self._bytes(unit)
+        self.memory.change(size - gradients, size)
+        self.free(unit)
+        self.memory.change(-self._waiting.get(unit, 0))
+        self._waiting[unit] = size
+        if self.reduces:
+            self._sums.add_flat(self._waiting.pop(unit), adds=self.adds)
+
     def _bytes(self, unit: UnitSpec) -> int:
         """A gathered unit in the dtype of the computation, padding included."""
         return self._sizes.of(unit).sent * self._itemsize
@@ -212,11 +229,8 @@ class UnitMemory:
     def _gather(self, unit: UnitSpec) -> None:
         size = self._bytes(unit)
         if self._num_shards > 1:
-            ranks = self._parts.config.sharding.reshard_group if self.in_backward else None
             cast = size // self._num_shards if self._itemsize != self._stored else 0
             self.memory.change(size, size + cast)
-            if ranks:
-                self.memory.change(-(size // ranks))
 
     def _copy_out(self, unit: UnitSpec) -> None:
         """In forward the buffer is freed when the next unit has been copied out."""
@@ -229,3 +243,6 @@ class UnitMemory:
         if self._num_shards > 1:
             self.memory.change(-(size if self.in_backward else self._buffer))
             self._buffer = 0 if self.in_backward else size
+            if group := self.in_backward and unit.gathered_again and self._parts.config.sharding.reshard_group:
+                # What the rank has held of it since forward, for its group to gather.
+                self.memory.change(-(size // group))

@@ -18,7 +18,7 @@ class UnitSums:
             tp_rank: Place of the rank along `tp`.
         """
         self._memory, self._sizes = memory, SizesOfUnits(parts.config, tp_rank)
-        self._stored, _, _, self._reduced = itemsizes(parts)
+        self._stored, self._itemsize, _, self._reduced = itemsizes(parts)
         self._num_shards = num_shards(parts.config)
         self._held = 0
 
@@ -56,6 +56,24 @@ class UnitSums:
         if adds:
             # Added to what earlier micro-batches left.
             self._memory.change(-out)
+
+    def add_flat(self, num_bytes: int, *, adds: bool) -> None:
+        """Sums a flat gradient over ranks; what is sent is freed at once.
+
+        Args:
+            num_bytes: Its size in the dtype of the computation.
+            adds: Whether there is a sum already, to which this one is added.
+        """
+        size = num_bytes // self._itemsize * self._reduced
+        if self._reduced != self._itemsize:
+            self._memory.change(size - num_bytes, size)
+        out = size // self._num_shards
+        self._memory.change(out - size, out + size)
+        if self._reduced != self._stored:
+            wide = out // self._reduced * self._stored
+            self._memory.change(wide - out, wide)
+            out = wide
+        self._memory.change(-out if adds else 0)
 
     def end(self) -> None:
         """Frees what the last sum was made of."""
