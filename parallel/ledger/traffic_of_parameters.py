@@ -33,7 +33,8 @@ def parameter_terms(parts: ModelParts, num_micro_batches: int, tp_rank: int) -> 
         times = _gathers_of_stages(parts, num_micro_batches) if config.pp > 1 else {}
         # Stages may be gathered more often than others, so that their units are not alike.
         for unit, count in ((unit, 1) for unit in parts.units) if times else kinds_of(parts):
-            gathers = _repeated(_gathers(unit, config, tp_rank), times.get(unit, num_micro_batches))
+            again = 1 if _stays(parts, unit, num_micro_batches) else num_micro_batches
+            gathers = _repeated(_gathers(unit, config, tp_rank), times.get(unit, again))
             sums = _repeated(_reductions(unit, config, tp_rank), num_reductions(config, num_micro_batches))
             for term in (*gathers, *sums):
                 yield replace(term, payload_bytes=count * term.payload_bytes)
@@ -41,6 +42,16 @@ def parameter_terms(parts: ModelParts, num_micro_batches: int, tp_rank: int) -> 
         yield from _buckets(parts)
         if traits.splits_optimizer_rows:
             yield from _updated_rows(parts)
+
+
+def _stays(parts: ModelParts, unit: UnitSpec, num_micro_batches: int) -> bool:
+    """Whether a unit stays gathered between micro-batches: FSDP1 frees what forward kept when it sums its gradient."""
+    config = parts.config
+    if not TRAITS[config.data_parallel].flattens or num_reductions(config, num_micro_batches) > 1:
+        return False
+    # The root is kept in forward because backward needs it at once, and freed after that like any other.
+    frees = config.resolved_strategy in ("full_shard", "hybrid_shard")
+    return unit.kept and not (frees and unit is parts.units[-1])
 
 
 def _gathers_of_stages(parts: ModelParts, num_micro_batches: int) -> dict[UnitSpec, int]:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import _flat_param
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.collective_ops import tensors_in
@@ -29,7 +30,9 @@ def modes_without_values() -> Callable[[], AbstractContextManager[None]]:
     @contextmanager
     def modes() -> Iterator[None]:
         alone = mock.patch.object(Fsdp1, "_sizes_on_ranks", _sizes_by_arithmetic)
-        with warnings.catch_warnings(), alone, mode, FillGaps():
+        # Private: FSDP1 asks by address whether a unit is there, and a storage without memory has none.
+        there = mock.patch.object(_flat_param, "_data_ptr_allocated", _flat_param._storage_size_allocated)
+        with warnings.catch_warnings(), alone, there, mode, FillGaps():
             # Where a unit's weights lie is asked of fake tensors too, which all answer 0.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield

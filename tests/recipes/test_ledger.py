@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from parallel import Buckets, LossScaling, ParallelConfig, Precision
+from parallel.ledger.term import counted_traffic, traffic
 from recipes.find import find_recipe
 from recipes.ledger.dry import dry_ledger
 from recipes.ledger.fake import check_fake, fake_step
@@ -82,7 +83,11 @@ SAME: dict[str, tuple[int, dict[str, Any], bool]] = {
     "full_shard in fp16": (2, {"precision": FP16}, True),
     "ddp, static graph": (2, {"data_parallel": "ddp", "buckets": Buckets(static_graph=True, bucket_cap_mb=0.1)}, True),
     "zero1 in bf16": (2, {"data_parallel": "zero1", "precision": BF16}, True),
-    "fsdp1": (2, {"data_parallel": "fsdp1"}, True),
+    "fsdp1 shard_grad_op, reduced last": (
+        2,
+        {"data_parallel": "fsdp1", "strategy": "shard_grad_op", "reduce_gradients": "last", "precision": BF16},
+        True,
+    ),
     "experts, full_shard": (2, {}, True),
     "experts, ep x tp": (4, {"ep": 2, "tp": 2}, True),
     "experts, fsdp1": (2, {"data_parallel": "fsdp1"}, True),
@@ -113,8 +118,9 @@ def test_a_step_without_values_is_the_real_step(case: str) -> None:
         if apart <= tolerance:
             break
     assert apart <= tolerance
-    for fake, real in zip(fakes, reals, strict=True):
+    for fake, real, rank in zip(fakes, reals, ranks, strict=True):
         assert sent(fake) == sent(real)
+        assert traffic(ledgers[rank].predicted.terms) == counted_traffic(real.collectives)
         assert fake.states == real.states
         # Where two moments are a few bytes apart, a unit may be gathered in one of them.
         assert dataclasses.replace(fake.at_peak, unsharded=0) == dataclasses.replace(real.at_peak, unsharded=0)
