@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from parallel.ledger.block_sizes import BlockSizes
-from parallel.ledger.norm_memory import Saved, head_norm_backward, head_norm_forward
-from parallel.ledger.pieces import Memory, Piece
+from parallel.ledger.norm_memory import head_norm_backward, head_norm_forward
+from parallel.ledger.pieces import Memory, Piece, Saved
 
 
 def attend(

@@ -3,8 +3,9 @@
 from parallel.ledger.attention_memory import attend_backward
 from parallel.ledger.block_gradients import LowRank
 from parallel.ledger.block_sizes import BlockSizes
-from parallel.ledger.norm_memory import Saved, gathered, norm_backward, summed
-from parallel.ledger.pieces import Memory, Piece
+from parallel.ledger.expert_memory import ExpertLayer
+from parallel.ledger.norm_memory import gathered, norm_backward, summed
+from parallel.ledger.pieces import Memory, Piece, Saved
 
 
 def backward(
@@ -52,20 +53,13 @@ class _Backward:
         """Feed-forward layer, then attention."""
         memory, sizes, grads, saved = self._memory, self._sizes, self._grads, self._saved
         followed = sizes.gradients.followed
-        whole = gathered(memory, sizes, grads[0])
-        self._leave("down", whole)
-        inner = self._back(("down",), [], sizes.hidden, ("hidden", "hidden"))
-        del whole
-        if "middle" not in followed:
-            grads.clear()
-        if inner:
-            product = memory.new(sizes.hidden)
-            parts = [memory.new(sizes.hidden)]
-            del product
-            parts.append(memory.new(sizes.hidden))
-            del saved["gate"], saved["up"]
-            inner.clear()
-            self._read(("up", "gate"), parts, "feed-forward", "middle")
+        if sizes.experts is not None:
+            whole = gathered(memory, sizes, grads[0])
+            total = [ExpertLayer(memory, sizes.experts, sizes.gradients).backward(saved, self._weights)]
+            del whole, saved["feed-forward input"]
+            self._to_stream(total, "feed-forward", "middle")
+        else:
+            self._feed_forward()
         if "o" in followed:
             whole = gathered(memory, sizes, grads[0])
             self._leave("o", whole)
@@ -77,12 +71,32 @@ class _Backward:
                 attend_backward(memory, sizes, parts, saved, self._later)
                 self._read(("v", "k", "q"), parts, "attention", "x")
 
+    def _feed_forward(self) -> None:
+        memory, sizes, grads, saved = self._memory, self._sizes, self._grads, self._saved
+        whole = gathered(memory, sizes, grads[0])
+        self._leave("down", whole)
+        inner = self._back(("down",), [], sizes.hidden, ("hidden", "hidden"))
+        del whole
+        if "middle" not in sizes.gradients.followed:
+            grads.clear()
+        if inner:
+            product = memory.new(sizes.hidden)
+            parts = [memory.new(sizes.hidden)]
+            del product
+            parts.append(memory.new(sizes.hidden))
+            del saved["gate"], saved["up"]
+            inner.clear()
+            self._read(("up", "gate"), parts, "feed-forward", "middle")
+
     def _read(self, names: tuple[str, ...], parts: list[Piece], name: str, stream: str) -> None:
         """From the gradients of several projections, the last first, to that of the stream that they read."""
+        total = self._back(names, parts, self._sizes.whole, (f"{name} norm", f"{name} input"))
+        if total:
+            self._to_stream(total, name, stream)
+
+    def _to_stream(self, total: list[Piece], name: str, stream: str) -> None:
+        """From the gradient of what a norm gives to that of the stream before it."""
         memory, sizes, grads = self._memory, self._sizes, self._grads
-        total = self._back(names, parts, sizes.whole, (f"{name} norm", f"{name} input"))
-        if not total:
-            return
         inner = [summed(memory, sizes, total)]
         before = norm_backward(memory, sizes, inner, self._saved, f"{name} norm", self._later)
         if stream in sizes.gradients.followed:

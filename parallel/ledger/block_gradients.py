@@ -47,7 +47,7 @@ class BlockGradients:
     """Where gradients flow in a block.
 
     Attributes:
-        trained: Projections and norms whose weights are trained.
+        trained: Projections and norms whose weights are trained; `router`, where there are experts, is another.
         adapters: Adapters by the projection that they belong to.
         followed: Results that have a gradient: the stream before the block (`x`), after attention (`middle`) and after
             the block (`out`), what norms give by the name of the norm, and what projections give by theirs.
@@ -88,8 +88,10 @@ def block_gradients(parts: ModelParts, index: int, tp_rank: int) -> BlockGradien
     trained = frozenset(
         name
         for name, module in (PROJECTIONS | _NORMS).items()
-        if any(_is_trained(specs, f"{fqn}.{module}.{kind}") for kind in ("weight", "bias"))
+        if any(_is_trained(specs, f"{fqn}.{each}") for each in _parameters_of(module))
     )
+    if _is_trained(specs, f"{fqn}.feed_forward.router.weight"):
+        trained |= {"router"}
     adapters = {}
     for name, module in PROJECTIONS.items():
         first, second = (specs.get(f"{fqn}.{module}.adapter.{each}.weight") for each in "ab")
@@ -138,6 +140,11 @@ def _flows(parts: ModelParts, index: int) -> bool:
     before = ("embed.", *(f"{block.fqn}." for block in parts.plan.blocks[:index]))
     first = parts.whole.blocks[0].fqn == parts.plan.blocks[0].fqn
     return not first or any(each.trainable and each.fqn.startswith(before) for each in parts.parameters)
+
+
+def _parameters_of(module: str) -> tuple[str, ...]:
+    """Names of a module's parameters, and of that which has the matrices of all experts in its place."""
+    return f"{module}.weight", f"{module}.bias", module.replace("feed_forward.", "feed_forward.experts.")
 
 
 def _is_trained(specs: Mapping[str, ParameterSpec], fqn: str) -> bool:

@@ -8,8 +8,9 @@ from collections.abc import Collection
 
 from parallel.ledger.attention_memory import attend
 from parallel.ledger.block_sizes import BlockSizes
-from parallel.ledger.norm_memory import Saved, gathered, norm_forward
-from parallel.ledger.pieces import Memory, Piece
+from parallel.ledger.expert_memory import ExpertLayer, ExpertSizes
+from parallel.ledger.norm_memory import gathered, norm_forward
+from parallel.ledger.pieces import Memory, Piece, Saved
 from parallel.ledger.results import Results
 
 
@@ -56,7 +57,15 @@ def forward(
         del inputs, out
         return written
 
+    def experts(x: Piece, own: ExpertSizes) -> Piece:
+        inputs = read(x, "feed-forward", ("router",))
+        written = ExpertLayer(memory, own, gradients).forward(make, sizes.whole, saved if hold else None)
+        del inputs
+        return written
+
     def second(x: Piece) -> Piece | None:
+        if sizes.experts is not None:
+            return experts(x, sizes.experts)
         inputs = read(x, "feed-forward", ("gate", "up"))
         gate, up = make("gate", sizes.hidden), make("up", sizes.hidden)
         hidden = memory.new(sizes.hidden)

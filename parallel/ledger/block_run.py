@@ -5,8 +5,7 @@ from typing import NamedTuple
 from parallel.ledger.block_memory import forward
 from parallel.ledger.block_sizes import BlockSizes
 from parallel.ledger.ends_memory import Stretch
-from parallel.ledger.norm_memory import Saved
-from parallel.ledger.pieces import Memory, Piece
+from parallel.ledger.pieces import Memory, Piece, Saved
 
 Kept = frozenset[str] | None
 """Which results a block keeps for backward. None: all that backward needs."""

@@ -6,6 +6,8 @@ from math import prod
 from parallel.config import ContextParallelMethod
 from parallel.context_parallel import sent_kv_heads
 from parallel.ledger.block_gradients import PROJECTIONS, BlockGradients, LowRank, block_gradients
+from parallel.ledger.expert_memory import ExpertSizes
+from parallel.ledger.lookup import by_block
 from parallel.ledger.optimizer_memory import Kernels
 from parallel.ledger.parts import ModelParts, is_unit_based
 
@@ -23,6 +25,8 @@ class BatchShape:
         optimizer: One of `OPTIMIZERS`.
         optimizer_kernels: How it steps.
         decays: Whether it decays weights.
+        expert_rows: Rows of a micro-batch that come to the experts of this rank in each layer. None: as many as it
+            sends, which is an even load.
     """
 
     num_micro_batches: int
@@ -33,6 +37,7 @@ class BatchShape:
     optimizer: str = "adamw"
     optimizer_kernels: Kernels = "fused"
     decays: bool = True
+    expert_rows: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,7 @@ class BlockSizes:
         weights: Of the projections, by name.
         itemsize: Of one element.
         gradients: Where gradients flow in the block.
+        experts: Of the experts in it. None: its feed-forward layer is a dense one.
     """
 
     tokens: int
@@ -88,6 +94,7 @@ class BlockSizes:
     weights: dict[str, int]
     itemsize: int
     gradients: BlockGradients
+    experts: ExpertSizes | None
 
     def low(self, adapter: LowRank) -> int:
         """Bytes between the two matrices of an adapter.
@@ -162,11 +169,49 @@ def block_sizes(parts: ModelParts, batch: BatchShape, cp_rank: int, tp_rank: int
         splits_stream=splits_stream,
         method=config.cp_method,
         weights={
-            name: prod(specs[f"{fqn}.{module}.weight"].split(config.tp, tp_rank)) * itemsize
+            name: prod(specs[own].split(config.tp, tp_rank)) * itemsize
             for name, module in PROJECTIONS.items()
+            for block in parts.plan.blocks
+            if (own := f"{block.fqn}.{module}.weight") in specs
         },
         itemsize=itemsize,
         gradients=block_gradients(parts, 0, tp_rank),
+        experts=None,
+    )
+
+
+def expert_sizes(parts: ModelParts, batch: BatchShape, sizes: BlockSizes, index: int, tp_rank: int) -> ExpertSizes:
+    """Sizes of the experts of a block.
+
+    Args:
+        parts: The rank's part of the model.
+        batch: What the rank is given.
+        sizes: Of any block.
+        index: Number of the block among the rank's.
+        tp_rank: Place of the rank along `tp`.
+    """
+    config, shape, fqn = parts.config, parts.whole.shape, parts.plan.blocks[index].fqn
+    within = f"{fqn}.feed_forward"
+    specs = by_block(parts)[fqn]
+    rows = sizes.tokens * shape.num_experts_per_token
+    gate, router = (specs[f"{within}.{name}"] for name in ("experts.gate_proj", "router.weight"))
+    own = gate.split(config.tp, tp_rank)
+    return ExpertSizes(
+        tokens=sizes.tokens,
+        experts=shape.num_experts,
+        rows=rows,
+        # As many from each rank of `ep` as it sends in all: an even load.
+        arrived=rows if batch.expert_rows is None else batch.expert_rows,
+        row=shape.width * sizes.itemsize,
+        hidden=own[-1] * sizes.itemsize,
+        itemsize=sizes.itemsize,
+        sum_itemsize=sizes.wide * sizes.itemsize,
+        matrix=prod(own) * sizes.itemsize,
+        router=prod(router.split(config.tp, tp_rank)) * sizes.itemsize,
+        travels=config.ep > 1,
+        drops=bool(parts.plan.of_whole_rows),
+        has_bias=f"{within}.router.selection_bias" in specs,
+        shared=sizes.tokens * (shape.shared_expert_width // config.tp) * sizes.itemsize,
     )
 
 

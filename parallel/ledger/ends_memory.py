@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from parallel.ledger.block_sizes import BlockSizes
-from parallel.ledger.norm_memory import Saved, gathered, norm_backward, norm_forward, norm_weight, summed
-from parallel.ledger.pieces import Memory, Piece
+from parallel.ledger.norm_memory import gathered, norm_backward, norm_forward, norm_weight, summed
+from parallel.ledger.pieces import Memory, Piece, Saved
 
 INT64 = 8
 

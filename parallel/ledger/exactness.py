@@ -21,11 +21,14 @@ class Bound:
         term: What is meant.
         share: How far off the peak may be, as a share of what is traced. None: it is not predicted.
         reason: Why.
+        in_trace: Whether a traced step may be that far off too, in which experts have an even load.
     """
 
     term: str
     share: float | None
     reason: str
+
+    in_trace: bool = True
 
     @property
     def is_unknown(self) -> bool:
@@ -40,12 +43,32 @@ def bounds_of(parts: ModelParts) -> tuple[Bound, ...]:
         parts: The rank's part of the model.
     """
     config, traits = parts.config, TRAITS[parts.config.data_parallel]
+    has_experts = parts.whole.shape.num_experts > 0
+    # What balances experts has no gradient in any case.
+    is_frozen = not all(each.trainable for each in parts.parameters if not each.fqn.endswith(".selection_bias"))
     first = [block.fqn for block in parts.whole.first]
     cases = (
         (first != ["embed"], "a model of another make", None, "the closed form follows the ops of our own decoders"),
-        (parts.whole.shape.num_experts > 0, "experts", None, "how many tokens come to an expert is known when they do"),
         (
-            traits.flattens and not all(each.trainable for each in parts.parameters),
+            has_experts and config.ep > 1,
+            "units of experts",
+            0.15,
+            "they are taken as gathered with their block, though each is gathered by itself",
+        ),
+        (
+            has_experts and config.cp_method == "ulysses",
+            "experts of split sequences",
+            0.05,
+            "the stream that heads and tokens are exchanged for stays a little longer before them",
+        ),
+        (
+            has_experts and config.pp > 1 and traits_of(config).splits_backward,
+            "experts where backward is split",
+            0.25,
+            "the gradients of their weights are taken as computed on the way to their input",
+        ),
+        (
+            traits.flattens and is_frozen,
             "frozen parameters in flattened units",
             0.10,
             "torch makes gradients of a whole unit where any of its parameters is trained",
@@ -64,9 +87,7 @@ def bounds_of(parts: ModelParts) -> tuple[Bound, ...]:
             "less in what was measured",
         ),
         (
-            config.pp > 1
-            and traits_of(config).splits_backward
-            and not all(each.trainable for each in parts.parameters),
+            config.pp > 1 and traits_of(config).splits_backward and is_frozen,
             "frozen parameters where backward is split",
             None,
             "which walks torch then takes through the graph is not followed",
@@ -95,9 +116,9 @@ def bounds_of(parts: ModelParts) -> tuple[Bound, ...]:
 
 
 def promised_share(bounds: tuple[Bound, ...]) -> float:
-    """How far off the peak may be.
+    """How far off the peak of a traced step may be.
 
     Args:
         bounds: What is not exact.
     """
-    return max([PROMISE, *(bound.share for bound in bounds if bound.share is not None)])
+    return max([PROMISE, *(bound.share for bound in bounds if bound.share is not None and bound.in_trace)])

@@ -1,11 +1,12 @@
 """Predicts the most that a rank holds in a step, in closed form: states, gathered units, activations, temporaries."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from parallel.ledger.block_sizes import BatchShape, itemsizes
 from parallel.ledger.ends_memory import INT64
+from parallel.ledger.exactness import PROMISE, Bound
 from parallel.ledger.lookup import kinds_of
 from parallel.ledger.optimizer_memory import step_temporaries
 from parallel.ledger.parts import ModelParts, UnitSpec, num_reductions, num_shards
@@ -43,6 +44,34 @@ def predict_memory(parts: ModelParts, batch: BatchShape, coordinates: Mapping[st
         coordinates: Place of the rank along `fsdp`, `loss`, `cp` and `tp`, from 0.
     """
     return _Step(parts, batch, coordinates).forecast()
+
+
+def routing_bounds(parts: ModelParts, batch: BatchShape, coordinates: Mapping[str, int]) -> tuple[Bound, ...]:
+    """How far off the peak is at most where routers load experts unevenly; nothing where it makes no difference.
+
+    The rows of a rank's own tokens are as many whatever their experts. Of those that come from others a rank gets none
+    at least, and at most one for each of a token's experts that it may hold.
+
+    Args:
+        parts: The rank's part of the model.
+        batch: What the rank is given.
+        coordinates: Place of the rank along `fsdp`, `loss`, `cp` and `tp`, from 0.
+    """
+    config, shape = parts.config, parts.whole.shape
+    if not shape.num_experts or config.ep == 1:
+        return ()
+    tokens = batch.micro_batch * batch.sequence_length // config.cp
+    most = config.ep * tokens * min(shape.num_experts_per_token, shape.num_experts // config.ep)
+    none, even, all_ = (
+        predict_memory(parts, replace(batch, expert_rows=rows), coordinates).peak for rows in (0, None, most)
+    )
+    uneven = Bound(
+        term="uneven loads of experts",
+        share=max((all_ - even) / all_, (even - none) / none) + PROMISE,
+        reason=f"routers choose: with all tokens that can come here the peak is {all_:,} bytes, with none {none:,}",
+        in_trace=False,
+    )
+    return (uneven,)
 
 
 class _Step:

@@ -3,10 +3,7 @@
 from typing import NamedTuple
 
 from parallel.ledger.block_sizes import BlockSizes
-from parallel.ledger.pieces import Memory, Piece
-
-Saved = dict[str, Piece]
-"""What a forward keeps for its backward, by name."""
+from parallel.ledger.pieces import Memory, Piece, Saved
 
 
 def norm_forward(memory: Memory, sizes: BlockSizes, x: Piece, saved: Saved, name: str) -> Piece:

@@ -55,3 +55,7 @@ class Piece:
 
     def __del__(self) -> None:
         self.memory.now -= self.num_bytes
+
+
+Saved = dict[str, Piece]
+"""What a forward keeps for its backward, by name."""

@@ -3,8 +3,7 @@
 from collections.abc import Collection
 
 from parallel.ledger.block_sizes import BlockSizes
-from parallel.ledger.norm_memory import Saved
-from parallel.ledger.pieces import Memory, Piece
+from parallel.ledger.pieces import Memory, Piece, Saved
 
 
 class Results:

@@ -5,17 +5,33 @@ then, and what each weight's gradient starts from is kept beside it.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from parallel.ledger.block_backward import backward
 from parallel.ledger.block_sizes import BlockSizes
-from parallel.ledger.norm_memory import Saved, norm_weight
-from parallel.ledger.pieces import Memory, Piece
+from parallel.ledger.ends_memory import Stretch
+from parallel.ledger.norm_memory import norm_weight
+from parallel.ledger.pieces import Memory, Piece, Saved
 
 _ORDER = ("attention norm", "q", "k", "v", "o", "q norm", "k norm", "feed-forward norm", "gate", "up", "down")
 """In which weights come, as the model lists its parameters."""
 
 _LAST_READ = {"v": "attention input", "o": "back", "up": "feed-forward input", "down": "hidden"}
 """What a projection was given and is freed with the gradient of its weight, where no other one has been given it."""
+
+
+class SplitBackward(NamedTuple):
+    """The backward of a block, or of what follows on the last one, in two parts.
+
+    Attributes:
+        inputs: The way to its input.
+        weights: The gradients of its weights.
+        left: Bytes that are held until those of the whole stage are there.
+    """
+
+    inputs: Stretch
+    weights: Stretch
+    left: int = 0
 
 
 def inputs_backward(memory: Memory, sizes: BlockSizes, grads: list[Piece], saved: Saved, *, again: bool) -> Saved:

@@ -1,9 +1,8 @@
 """Works out what each part of a rank's model does to memory: a block, the embedding, the loss."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import NamedTuple
 
 import torch
 
@@ -13,27 +12,14 @@ from parallel.ledger import ends_memory
 from parallel.ledger.block_backward import backward
 from parallel.ledger.block_gradients import BlockGradients, block_gradients, gradients_behind
 from parallel.ledger.block_run import OWN, BlockRun, Borrowed, Kept
-from parallel.ledger.block_sizes import BatchShape, BlockSizes, block_sizes, itemsizes, runs_on_copies
+from parallel.ledger.block_sizes import BatchShape, BlockSizes, block_sizes, expert_sizes, itemsizes, runs_on_copies
 from parallel.ledger.ends_memory import HeadSizes, Stretch
+from parallel.ledger.expert_memory import ExpertSizes
 from parallel.ledger.lookup import by_block
 from parallel.ledger.padding import elements
 from parallel.ledger.parts import ModelParts
 from parallel.ledger.pieces import Piece
-from parallel.ledger.split_backward import inputs_backward, weights_backward
-
-
-class SplitBackward(NamedTuple):
-    """The backward of a block, or of what follows on the last one, in two parts.
-
-    Attributes:
-        inputs: The way to its input.
-        weights: The gradients of its weights.
-        left: Bytes that are held until those of the whole stage are there.
-    """
-
-    inputs: Stretch
-    weights: Stretch
-    left: int = 0
+from parallel.ledger.split_backward import SplitBackward, inputs_backward, weights_backward
 
 
 class _Passing(list[Piece]):
@@ -62,8 +48,7 @@ class Stretches:
         """
         self._parts, self._batch, self._tp_rank = parts, batch, coordinates["tp"]
         self.sizes: BlockSizes = block_sizes(parts, batch, coordinates["cp"], coordinates["tp"])
-        # A policy may count matmuls, and those of adapters are among them.
-        self.kept: Kept = kept_results(parts.config, tuple(name for name, _ in self.sizes.gradients.adapters))
+        self.kept: Kept = kept_results(parts.config)
         _, self._itemsize, sums, _ = itemsizes(parts)
         self.tables = 2 * self.sizes.tokens * (parts.whole.shape.head_dim // 2) * sums
         self._gradients = [block_gradients(parts, index, self._tp_rank) for index in range(len(parts.plan.blocks))]
@@ -101,8 +86,16 @@ class Stretches:
         every = self._parts.config.activation_checkpoint_every
         gradients = self._gradients[index]
         # Autograd keeps nothing of a block that nothing trained comes before, checkpointed or not.
-        kept = self.kept if index % every == 0 and "out" in gradients.followed else None
-        return kept, gradients, keeps_gradients, borrowed
+        kept = self._kept_in(index) if index % every == 0 and "out" in gradients.followed else None
+        experts = None
+        if self._parts.plan.blocks[index].has_experts:
+            experts = expert_sizes(self._parts, self._batch, self.sizes, index, self._tp_rank)
+        return kept, (gradients, experts), keeps_gradients, borrowed
+
+    def _kept_in(self, index: int) -> Kept:
+        """What a checkpointed block keeps; a policy may count matmuls, and those of adapters are among them."""
+        adapters = tuple(name for name, _ in self._gradients[index].adapters)
+        return kept_results(self._parts.config, adapters, routes=self._parts.plan.blocks[index].has_experts)
 
     def embedding(self, *, keeps_gradient: bool) -> tuple[Stretch, Stretch]:
         """Forward and backward of the embedding.
@@ -175,14 +168,15 @@ class Stretches:
         return elements(own, self._parts.config, self._tp_rank) * self._itemsize
 
     def _block(
-        self, kept: Kept, gradients: BlockGradients, keeps_gradients: bool, borrowed: Borrowed, trained: int
+        self, kept: Kept, kind: "_Kind", keeps_gradients: bool, borrowed: Borrowed, trained: int
     ) -> tuple[Stretch, Stretch]:
-        sizes = replace(self.sizes, gradients=gradients)
+        gradients, experts = kind
+        sizes = replace(self.sizes, gradients=gradients, experts=experts)
         block = BlockRun(sizes, kept, borrowed)
         memory, ahead = block.memory, block.ahead
         if "out" not in gradients.followed:
             return ahead, Stretch(0, 0)
-        copies = {f"{name} copy": memory.new(size) for name, size in sizes.weights.items() if self._copies}
+        copies = {f"{name} copy": memory.new(size) for name, size in self._copied(experts)}
         base = block.arrive()
         saved = block.saved if kept is None else block.recompute()
         saved.update(copies)
@@ -195,10 +189,16 @@ class Stretches:
         held = memory.now - base - sum(each.num_bytes for each in weights) + trained
         return ahead, Stretch(held, memory.peak - base)
 
+    def _copied(self, experts: ExpertSizes | None) -> Iterator[tuple[str, int]]:
+        """Matrices of a block that are used in a copy, and the bytes of each."""
+        if self._copies:
+            ends = ("gate", "up", "down") if experts is not None else ()
+            yield from ((name, size) for name, size in self.sizes.weights.items() if name not in ends)
+
     def _split_block(
-        self, kept: Kept, gradients: BlockGradients, keeps_gradients: bool, borrowed: Borrowed, trained: int
+        self, kept: Kept, kind: "_Kind", keeps_gradients: bool, borrowed: Borrowed, trained: int
     ) -> SplitBackward:
-        sizes = replace(self.sizes, gradients=gradients)
+        sizes = replace(self.sizes, gradients=kind[0], experts=kind[1])
         block = BlockRun(sizes, kept, borrowed)
         memory, base = block.memory, block.arrive()
         again = kept is not None
@@ -216,24 +216,27 @@ class Stretches:
         return SplitBackward(inputs, apart, base - memory.now)
 
 
-_Key = tuple[Kept, BlockGradients, bool, Borrowed]
+_Kind = tuple[BlockGradients, ExpertSizes | None]
+_Key = tuple[Kept, _Kind, bool, Borrowed]
 
-_ORDER = ("q", "k", "v", "attention", "o", "gate", "up", "down")
+_ORDER = ("q", "k", "v", "attention", "o", "router", "gate", "up", "down")
 
 
 @cache
-def kept_results(config: ParallelConfig, adapters: tuple[str, ...] = ()) -> Kept:
+def kept_results(config: ParallelConfig, adapters: tuple[str, ...] = (), *, routes: bool = False) -> Kept:
     """Which results a checkpointed block of a dense model keeps, by the names of its projections and `attention`.
 
     Args:
         config: The layout.
         adapters: Projections that have one, whose matmuls are called `q first` and `q second`.
+        routes: Whether a router comes before the feed-forward layer, which is one of experts.
     """
     if config.activation_checkpointing != "selective":
         return None if config.activation_checkpointing == "none" else frozenset()
     keep = POLICIES[config.activation_checkpoint_policy]()
     kept: list[str] = []
-    names = [[each, *((f"{each} first", f"{each} second") if each in adapters else ())] for each in _ORDER]
+    order = [each for each in _ORDER if each != "router" or routes]
+    names = [[each, *((f"{each} first", f"{each} second") if each in adapters else ())] for each in order]
     for name in (each for own in names for each in own):
         # Of what ranks add up the sum is kept, if anything.
         is_sum = config.tp > 1 and name in ("o", "down", "o first", "down first")

@@ -226,21 +226,25 @@ class UnitMemory:
         """A gathered unit in the dtype of the computation, padding included."""
         return self._sizes.of(unit).sent * self._itemsize
 
+    def _shards(self, unit: UnitSpec) -> int:
+        """Ranks that share a unit: of experts those that have the same ones."""
+        return self._num_shards // (unit.parameters[0].ep if unit.parameters else 1)
+
     def _gather(self, unit: UnitSpec) -> None:
         size = self._bytes(unit)
-        if self._num_shards > 1:
-            cast = size // self._num_shards if self._itemsize != self._stored else 0
+        if self._shards(unit) > 1:
+            cast = size // self._shards(unit) if self._itemsize != self._stored else 0
             self.memory.change(size, size + cast)
 
     def _copy_out(self, unit: UnitSpec) -> None:
         """In forward the buffer is freed when the next unit has been copied out."""
         size = self._bytes(unit)
-        if self._num_shards == 1 and self._itemsize != self._stored:
+        if self._shards(unit) == 1 and self._itemsize != self._stored:
             largest = self._sizes.of(unit).largest * self._itemsize
             self.memory.change(size, size + largest)
         else:
             self.memory.change(size, size)
-        if self._num_shards > 1:
+        if self._shards(unit) > 1:
             self.memory.change(-(size if self.in_backward else self._buffer))
             self._buffer = 0 if self.in_backward else size
             if group := self.in_backward and unit.gathered_again and self._parts.config.sharding.reshard_group:

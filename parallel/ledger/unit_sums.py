@@ -35,7 +35,9 @@ class UnitSums:
         if not sizes.trained:
             return
         count = sizes.summed
-        size, out = count * self._reduced, count // self._num_shards * self._reduced
+        # Ranks that have the same experts share them.
+        shards = self._num_shards // unit.parameters[0].ep
+        size, out = count * self._reduced, count // shards * self._reduced
         self._memory.change(-self._held)
         self._held = size
         held = gradients
@@ -44,13 +46,13 @@ class UnitSums:
             self._memory.change(-gradients)
         self._memory.change(size, size)
         last = 0
-        if self._num_shards > 1:
+        if shards > 1:
             last = held * sizes.last // sizes.trained
         self._memory.change(last - held)
-        self._memory.change(out, out + (size if self._num_shards == 1 else 0))
+        self._memory.change(out, out + (size if shards == 1 else 0))
         self._memory.change(-last)
         if self._reduced != self._stored:
-            wide = count // self._num_shards * self._stored
+            wide = count // shards * self._stored
             self._memory.change(wide - out, wide)
             out = wide
         if adds:

@@ -10,7 +10,7 @@ from parallel.layout import resolve
 from parallel.ledger.block_sizes import BatchShape
 from parallel.ledger.exactness import Bound, bounds_of
 from parallel.ledger.flops import FlopConvention, recomputed_flops_per_token, training_flops_per_token
-from parallel.ledger.memory import MemoryForecast, predict_memory
+from parallel.ledger.memory import MemoryForecast, predict_memory, routing_bounds
 from parallel.ledger.optimizer_memory import kernels_of
 from parallel.ledger.padding import elements
 from parallel.ledger.parts import ModelParts, model_parts, num_shards
@@ -64,6 +64,7 @@ def forecast(
     coordinates: Mapping[str, int],
     num_micro_batches: int,
     optimizer: str = "adamw",
+    expert_rows: int | None = None,
 ) -> Forecast:
     """What one rank is to do in a step.
 
@@ -73,6 +74,7 @@ def forecast(
         coordinates: Place of the rank along each of `VIEWS`.
         num_micro_batches: Micro-batches of a step.
         optimizer: One of `OPTIMIZERS`; recipes train with AdamW.
+        expert_rows: Rows of a micro-batch that come to the experts of this rank in each layer. None: an even load.
 
     Raises:
         ValueError: If the ledger does not know the optimizer, or torch has no such kernels of it.
@@ -87,6 +89,7 @@ def forecast(
         optimizer=optimizer,
         optimizer_kernels=kernels_of(optimizer, recipe.optimizer.implementation),
         decays=recipe.optimizer.weight_decay > 0,
+        expert_rows=expert_rows,
     )
     step = StepShape(
         num_micro_batches=num_micro_batches,
@@ -99,6 +102,8 @@ def forecast(
     kept, every = kept_results(config), config.activation_checkpoint_every
     again = {each: recomputed_flops_per_token(shape, length, each, kept, every=every) for each in CONVENTIONS}
     bounds = bounds_of(parts)
+    if not any(bound.is_unknown for bound in bounds):
+        bounds += routing_bounds(parts, batch, coordinates)
     return Forecast(
         states=predict_states(parts, coordinates, optimizer),
         memory=None if any(bound.is_unknown for bound in bounds) else predict_memory(parts, batch, coordinates),

@@ -43,8 +43,8 @@ def measure(recipe: Recipe, optimizer: str = "adamw") -> tuple[RankLedger, ...]:
         The ledger of each rank, on every rank.
 
     Raises:
-        ValueError: On every rank, if the recipe does not fit the ranks, the ledger does not know the optimizer, or blocks
-            are compiled.
+        ValueError: On every rank, if the recipe does not fit the ranks, the ledger does not know the optimizer, or
+            blocks are compiled.
     """
     import torch
 

@@ -100,7 +100,7 @@ SLOW = (
     "no_shard",
     "pp, a stage in the middle",
     "pp x tp",
-    "zero1, adapters, recomputed",
+    "fsdp1, adapters",
     "deep",
     "ddp, recomputed",
     "ddp x tp",
@@ -116,7 +116,6 @@ ALL_MAPS = LoraConfig(rank=8, targets=("blocks.*.attention.*_proj", "blocks.*.fe
 # Cases of the table above with adapters, all else frozen.
 ADAPTERS: dict[str, LoraConfig] = {
     "full_shard": LoraConfig(rank=8),
-    "full_shard in bf16, reduced last": ALL_MAPS,
     "full_shard, selectively recomputed": ALL_MAPS,
     "tp in bf16, selectively recomputed": LoraConfig(rank=8),
     "pp, a stage in the middle": ALL_MAPS,
@@ -169,7 +168,6 @@ def assert_holds(own: tuple[Line, ...], share: float) -> None:
 
 
 REAL: dict[str, tuple[int, dict[str, Any]]] = {
-    "ddp, adapters": (2, DDP),
     "zero1, adapters, recomputed": (2, FULL | {"data_parallel": "zero1"}),
     "fsdp1, adapters": (2, {"data_parallel": "fsdp1"}),
     "fsdp1": (2, {"data_parallel": "fsdp1"}),
