@@ -169,10 +169,10 @@ def block_sizes(parts: ModelParts, batch: BatchShape, cp_rank: int, tp_rank: int
         splits_stream=splits_stream,
         method=config.cp_method,
         weights={
-            name: prod(specs[own].split(config.tp, tp_rank)) * itemsize
+            name: prod(specs[weight].split(config.tp, tp_rank)) * itemsize
             for name, module in PROJECTIONS.items()
             for block in parts.plan.blocks
-            if (own := f"{block.fqn}.{module}.weight") in specs
+            if (weight := f"{block.fqn}.{module}.weight") in specs
         },
         itemsize=itemsize,
         gradients=block_gradients(parts, 0, tp_rank),

@@ -8,7 +8,8 @@ from parallel.ledger.copied_memory import Copies
 from parallel.ledger.parts import ModelParts
 from parallel.ledger.pieces import Memory
 from parallel.ledger.spans import Span, layers_of
-from parallel.ledger.stretches import SplitBackward, Stretches
+from parallel.ledger.split_backward import SplitBackward
+from parallel.ledger.stretches import Stretches
 from parallel.ledger.unit_memory import UnitMemory
 
 
