@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from parallel.compute_dtype import cast_within
 from parallel.plan import Block
 
 Keep = Callable[[Any, tuple[Any, ...]], bool]
@@ -105,6 +106,7 @@ def apply_activation_checkpointing(
     *,
     every: int,
     policy: str,
+    cast: torch.dtype | None = None,
 ) -> None:
     """Makes the first block and every n-th after it keep less than autograd would.
 
@@ -117,13 +119,15 @@ def apply_activation_checkpointing(
         mode: `none` changes nothing; `full` keeps a block's input; `selective` also keeps what the policy says.
         every: n. The last block, whose activations backward needs at once, is the best one to leave out.
         policy: Name of one of `POLICIES`.
+        cast: Dtype to which each of these blocks casts its parameters, in either pass; None: others do that, for both.
     """
     if mode == "none":
         return
     arguments = {"context_fn": functools.partial(_contexts, POLICIES[policy])} if mode == "selective" else {}
     for block in blocks[::every]:
         module = model.get_submodule(block.fqn)
-        module.forward = _checkpointed(module.forward, arguments)
+        forward = module.forward if cast is None else cast_within(module, cast)
+        module.forward = _checkpointed(forward, arguments)
 
 
 def _checkpointed(forward: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:

@@ -37,6 +37,10 @@ class Backend(Protocol):
         """
         return
 
+    def casts(self, config: ParallelConfig) -> bool:
+        """Whether `wrap` casts whole models for a forward; blocks that backward computes again then cast themselves."""
+        return False
+
     def wrap(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> nn.Module:
         """Shards or wraps the model; gradients of the result are summed, never averaged, over ranks."""
         ...

@@ -34,6 +34,10 @@ class Ddp(Backend):
     # DDP holds whole gradients anyway, so nothing is saved by sending them more than once.
     default_reduce_gradients: ReduceGradients = "last"
 
+    def casts(self, config: ParallelConfig) -> bool:
+        """Whether whole models are cast; the replicating twin casts its units."""
+        return config.tp == 1 and config.pp == 1
+
     def wrap(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> nn.Module:
         """Wraps the model; rank 0's parameters are sent to all ranks first."""
         if mesh.degree("tp") > 1 or mesh.degree("pp") > 1:
@@ -49,7 +53,7 @@ class Ddp(Backend):
             return model
         options = config.buckets
         wrapped = CheckedDdp(
-            in_compute_dtype(model, config.precision.compute_dtype),
+            in_compute_dtype(model, config, plan),
             dict(model.named_parameters()),
             process_group=mesh.group("loss"),
             forward_sync_buffers=False,

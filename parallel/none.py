@@ -18,9 +18,13 @@ class OneProcess(Backend):
     wraps_before_materialize = True
     default_reduce_gradients: ReduceGradients = "last"
 
+    def casts(self, config: ParallelConfig) -> bool:
+        """Always."""
+        return True
+
     def wrap(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> nn.Module:
         """The model, or the model in another compute dtype; there are no ranks to sum over, so no reduce dtype."""
-        return in_compute_dtype(model, config.precision.compute_dtype)
+        return in_compute_dtype(model, config, plan)
 
     def run_micro_batch(self, model: nn.Module, compute: Callable[[], None], *, reduce: bool) -> None:
         """Runs forward and backward of one micro-batch."""

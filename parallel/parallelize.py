@@ -14,6 +14,7 @@ from parallel.async_tensor_parallel import (
 from parallel.backend import Backend
 from parallel.block_rules import check_ops, sees_whole_blocks
 from parallel.compile import apply_compile, check_compiler, leave_uncompiled
+from parallel.compute_dtype import blocks_that_cast
 from parallel.config import ParallelConfig
 from parallel.context_parallel import apply_context_parallel, check_context_parallel
 from parallel.data_parallel import OneProcessManyDevices
@@ -85,7 +86,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Para
             apply_context_parallel(model, mesh["cp"], part, resolved.cp_method)
         if resolved.ep > 1:
             apply_expert_parallel(model, mesh, part)
-        _apply_to_blocks(model, resolved, part)
+        _apply_to_blocks(model, resolved, part, backend)
         return Trained(model, mesh, resolved, plan, backend)
 
 
@@ -138,7 +139,7 @@ def _check_blocks(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Pa
         )
 
 
-def _apply_to_blocks(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) -> None:
+def _apply_to_blocks(model: nn.Module, config: ParallelConfig, plan: ParallelPlan, backend: Backend) -> None:
     """Activation checkpointing, then compile: a policy chooses among the ops of the graph."""
     # Full checkpointing has nothing to choose and goes around the compiled block: within it torch 2.13 fails under tp,
     # where it would have to keep a mesh for backward.
@@ -150,12 +151,14 @@ def _apply_to_blocks(model: nn.Module, config: ParallelConfig, plan: ParallelPla
         leave_uncompiled(model, plan.dispatches)
     if config.compile and compile_first:
         apply_compile(model, plan.blocks, options)
+    apart = backend.casts(config) and blocks_that_cast(config, plan)
     apply_activation_checkpointing(
         model,
         plan.blocks,
         config.activation_checkpointing,
         every=config.activation_checkpoint_every,
         policy=config.activation_checkpoint_policy,
+        cast=config.precision.compute_dtype if apart else None,
     )
     if config.compile and not compile_first:
         apply_compile(model, plan.blocks, options)

@@ -2,14 +2,16 @@
 
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 from models.llama import Llama, LlamaConfig, llama_plan
 from parallel import Batch, CollectiveCounter, ParallelConfig, Precision, build_mesh, materialize, parallelize
-from tests.parallel.small_model import CONFIG, batches, build
+from tests.parallel.small_model import CONFIG, batches, build, whole
 from tests.ranks import run_ranks
 
 BF16 = Precision(compute="bfloat16", reduce="float32")
@@ -139,3 +141,32 @@ def test_gradients_are_summed_in_the_dtype_that_is_asked_for() -> None:
         }
         assert sent["float32"] == CONFIG.num_parameters * 4
         assert sent["bfloat16"] == CONFIG.num_parameters * 2
+
+
+def gradients_of_layouts(layouts: list[ParallelConfig]) -> list[dict[str, Tensor]]:
+    """Gradients of two micro-batches of the same values, by layout."""
+    found = []
+    for layout in layouts:
+        trained = build(layout, dtype=torch.float32)
+        trained.forward_backward(batches(trained.mesh, 0) * 2)
+        named = trained.named_parameters()
+        found.append({fqn: whole(each.grad) for fqn, each in named.items() if each.grad is not None})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size"), [("none", 1), ("dp", 1), ("ddp", 2), ("zero1", 2), ("fsdp1", 2), ("fsdp2", 2)]
+)
+@pytest.mark.filterwarnings("ignore:data_parallel='dp' splits")
+def test_what_backward_computes_again_is_computed_in_the_compute_dtype_too(backend: str, world_size: int) -> None:
+    plain = ParallelConfig(precision=BF16, data_parallel=backend)  # type: ignore[arg-type]
+    again = [
+        replace(plain, activation_checkpointing="full"),
+        replace(plain, activation_checkpointing="full", activation_checkpoint_every=2),
+        replace(plain, activation_checkpointing="selective"),
+        replace(plain, activation_checkpointing="selective", activation_checkpoint_policy="attention"),
+    ]
+    expected, *found = run_ranks(world_size, gradients_of_layouts, [plain, *again])[0]
+    for gradients in found:
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[fqn], each) for fqn, each in expected.items())
