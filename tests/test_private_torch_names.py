@@ -20,6 +20,7 @@ TESTED = {
     "torch._C._current_graph_task_id": (
         "tests/parallel/test_collectives.py::test_every_kind_of_collective_is_counted_with_its_larger_side"
     ),
+    "torch._subclasses.fake_tensor.FakeTensor": DRY,
     "torch._subclasses.fake_tensor.FakeTensorMode": DRY,
     "torch._subclasses.fake_tensor.unset_fake_temporarily": DRY,
     "torch._foreach_mul_": (
@@ -44,6 +45,7 @@ TESTED = {
     "torch.distributed.fsdp._runtime_utils._reshard": (
         "tests/parallel/test_fsdp1.py::test_an_evaluation_between_gradients_and_step_leaves_no_stale_parameters"
     ),
+    "torch.distributed.fsdp._flat_param": DRY,
     "torch.distributed.pipelining.schedules._PipelineScheduleRuntime": (
         "tests/parallel/test_schedule_file.py::test_a_schedule_from_a_file_equals_one_process"
     ),
@@ -51,6 +53,7 @@ TESTED = {
         "tests/parallel/test_fsdp1.py::test_a_rank_s_ranges_make_up_the_model_under_the_names_of_its_author"
     ),
     "torch.ops._c10d_functional": ROWS,
+    "torch.ops.aten._grouped_mm.default": DRY,
     "torch.ops.profiler._record_function_enter_new.default": (
         "tests/parallel/test_expert_parallel.py::test_a_layer_exchanges_three_times_forward_and_twice_backward"
     ),

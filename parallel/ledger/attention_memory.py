@@ -1,15 +1,12 @@
 """Says what attention holds between its projections, on one rank and with each method of context parallel."""
 
-from collections.abc import Callable
-
 from parallel.ledger.block_sizes import BlockSizes
 from parallel.ledger.norm_memory import head_norm_backward, head_norm_forward
 from parallel.ledger.pieces import Memory, Piece, Saved
+from parallel.ledger.results import Results
 
 
-def attend(
-    memory: Memory, sizes: BlockSizes, make: Callable[[str, int], Piece], saved: Saved | None
-) -> tuple[Piece, ...]:
+def attend(memory: Memory, sizes: BlockSizes, make: Results, saved: Saved | None) -> tuple[Piece, ...]:
     """From the input of q, k and v to that of the projection behind.
 
     Args:
@@ -41,6 +38,7 @@ def attend(
         inputs = {"q": inputs["q"], "k": memory.new(sizes.all_keys)}
         del arrived
     mask = memory.new(sizes.mask)
+    make.aside("attention", sizes.later_steps)
     out = make("attention", sizes.queries + sizes.scores)
     if sizes.method != "ring":
         inputs["mask"] = mask

@@ -52,6 +52,7 @@ class BlockSizes:
         keys: Keys of its heads; values have that size too.
         hidden: Between the projections of the feed-forward layer.
         scores: Log-sum-exps of attention.
+        later_steps: What a ring's attention gives in all its steps but the first.
         exchanged: Queries, keys and values as ulysses sends them.
         all_keys: Keys and values of whole sequences.
         seen_keys: Those of them up to the rank's last token.
@@ -78,6 +79,7 @@ class BlockSizes:
     keys: int
     hidden: int
     scores: int
+    later_steps: int
     exchanged: int
     all_keys: int
     seen_keys: int
@@ -144,6 +146,8 @@ def block_sizes(parts: ModelParts, batch: BatchShape, cp_rank: int, tp_rank: int
     split = config.tp if splits_stream else 1
     heads, kv_heads = shape.num_heads // config.tp, shape.num_kv_heads // config.tp
     head = tokens * shape.head_dim * itemsize
+    # All queries see the keys of earlier ranks, half of them those of later ones.
+    halves = config.cp - 1 + cp_rank if config.cp_method == "ring" else 0
     specs = {each.fqn: each for each in parts.parameters}
     fqn = parts.plan.blocks[0].fqn
     mask, flags = _masks(config.cp_method, config.cp, cp_rank, batch)
@@ -155,6 +159,7 @@ def block_sizes(parts: ModelParts, batch: BatchShape, cp_rank: int, tp_rank: int
         keys=kv_heads * head,
         hidden=tokens * (shape.feed_forward_width // config.tp) * itemsize,
         scores=tokens * heads * sums,
+        later_steps=(heads * head + tokens * heads * sums) // 2 * halves,
         exchanged=(heads + 2 * sent_kv_heads(kv_heads, config.cp)) * head,
         all_keys=2 * kv_heads * head * config.cp,
         seen_keys=2 * kv_heads * head * (cp_rank + 1),

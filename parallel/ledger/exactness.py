@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from parallel.ledger.block_sizes import runs_on_copies
 from parallel.ledger.parts import ModelParts, num_shards
 from parallel.schedules import traits_of
 from parallel.traits import TRAITS
@@ -74,6 +75,12 @@ def bounds_of(parts: ModelParts) -> tuple[Bound, ...]:
             "torch makes gradients of a whole unit where any of its parameters is trained",
         ),
         (
+            runs_on_copies(parts) and not traits.flattens and config.activation_checkpointing != "none",
+            "copies that blocks make themselves",
+            0.15,
+            "they are taken as made of the whole model at once, though blocks that are computed again free their own",
+        ),
+        (
             config.tp > 1 and any(f".{name}.adapter." in each.fqn for each in parts.parameters for name in _SUMMED),
             "adapters of maps whose output ranks sum",
             0.10,
@@ -98,6 +105,12 @@ def bounds_of(parts: ModelParts) -> tuple[Bound, ...]:
             0.10,
             "parts of it lie in it while gradients are joined, which is followed for units of a block",
         ),
+        (
+            traits.flattens and bool(parts.whole.tied) and config.precision.compute != "stored",
+            "a tied embedding in flattened units in the compute dtype",
+            0.05,
+            "when its gathered copy goes is not followed",
+        ),
         (traits.gathers_centrally, "replicas of one process", None, "their threads interleave as they happen to"),
         (
             config.sharding.units == "size",
@@ -108,8 +121,8 @@ def bounds_of(parts: ModelParts) -> tuple[Bound, ...]:
         (
             config.cp_method == "ring" and config.activation_checkpointing == "selective",
             "what a ring keeps for backward",
-            0.10,
-            "which of its steps' results a policy keeps is counted by block, not step by step",
+            0.05,
+            "the parts that its later steps compute again, and join, are not followed one by one",
         ),
     )
     return tuple(Bound(term=term, share=share, reason=reason) for applies, term, share, reason in cases if applies)

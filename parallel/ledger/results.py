@@ -66,6 +66,18 @@ class Results:
         del out, scaled
         return total
 
+    def aside(self, name: str, num_bytes: int) -> None:
+        """More of what an op gives, which goes at once unless a policy keeps the op's results.
+
+        Args:
+            name: Of the op.
+            num_bytes: Its size.
+        """
+        if self._again:
+            self._cache.pop(f"{name} aside", None)
+        elif name in self._kept:
+            self._cache[f"{name} aside"] = self._memory.new(num_bytes)
+
     def _result(self, name: str, num_bytes: int) -> Piece:
         if self._again and name in self._cache:
             return self._cache.pop(name)
