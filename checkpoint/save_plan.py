@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Self
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -83,12 +84,13 @@ class _Held:
 
     Attributes:
         world_size: Ranks of the job.
-        tensors: Name, dtype, shape and, of a DTensor, mesh and placements of each.
+        tensors: Name, dtype, shape and, of a DTensor, mesh and placements of each. This does not keep a mesh alive, nor
+            the process groups that hang on it.
         per_rank: Name, dtype and shape of each row.
     """
 
     world_size: int
-    tensors: tuple[tuple[str, torch.dtype, torch.Size, DeviceMesh | None, tuple[Placement, ...]], ...]
+    tensors: tuple[tuple[str, torch.dtype, torch.Size, ReferenceType[DeviceMesh] | None, tuple[Placement, ...]], ...]
     per_rank: tuple[tuple[str, torch.dtype, torch.Size], ...]
 
     def __hash__(self) -> int:
@@ -98,7 +100,7 @@ class _Held:
     @classmethod
     def of(cls, flat: FlatState, world_size: int) -> Self:
         tensors = (
-            (name, each.dtype, each.shape, each.device_mesh, each.placements)
+            (name, each.dtype, each.shape, ref(each.device_mesh), each.placements)
             if isinstance(each, DTensor)
             else (name, each.dtype, each.shape, None, ())
             for name, each in flat.tensors.items()
@@ -112,7 +114,8 @@ def _describe(held: _Held) -> _Described:
     described: dict[str, StoredTensor] = {}
     # Most tensors share one of a few layouts, and asking a mesh for its ranks takes longer than all else here.
     layouts: dict[object, Layout] = {}
-    for name, dtype, shape, mesh, placements in held.tensors:
+    for name, dtype, shape, of_mesh, placements in held.tensors:
+        mesh = None if of_mesh is None else of_mesh()
         placed = id(mesh), placements
         if placed not in layouts:
             try:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -61,7 +62,8 @@ class VerifiedFile:
         self._descriptor = _open(self.path, self.stored.num_bytes)
         if hasattr(os, "posix_fadvise"):
             # Most of it will be read, in order: the disk may run further ahead.
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            with suppress(OSError):
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return self
 
     def __exit__(

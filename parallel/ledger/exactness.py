@@ -71,8 +71,8 @@ def bounds_of(parts: ModelParts) -> tuple[Bound, ...]:
         (
             traits.flattens and is_frozen,
             "frozen parameters in flattened units",
-            0.10,
-            "torch makes gradients of a whole unit where any of its parameters is trained",
+            0.30,
+            "torch makes gradients, and keeps inputs, for a whole unit where any of its parameters is trained",
         ),
         (
             runs_on_copies(parts) and not traits.flattens and config.activation_checkpointing != "none",

@@ -13,7 +13,7 @@ from parallel.ledger.parts import ModelParts, UnitSpec, num_reductions, num_shar
 from parallel.ledger.pipeline_memory import PipelineMemory
 from parallel.ledger.span_memory import SpanMemory
 from parallel.ledger.spans import spans_of
-from parallel.ledger.states import predict_states
+from parallel.ledger.states import flat_gradients, predict_states
 from parallel.traits import TRAITS
 
 
@@ -36,7 +36,7 @@ def predict_memory(parts: ModelParts, batch: BatchShape, coordinates: Mapping[st
     """What one rank holds at rest, after forward and at the peak of a step of a dense model.
 
     It follows the step as it runs on a CPU with torch's own order of operations, tensor by tensor; what kernels
-    allocate for themselves is not in it. `bound` says how exact that is.
+    allocate for themselves is not in it. `exactness.bounds_of` says how exact that is.
 
     Args:
         parts: The rank's part of the model.
@@ -93,7 +93,7 @@ class _Step:
         self.memory.now = self.memory.peak = rest
         if TRAITS[self.parts.config.data_parallel].flattens:
             # Torch holds on to the last step's gradients until the next one starts.
-            rest += self.states.after_backward.gradients
+            rest += flat_gradients(self.parts, self.coordinates)
         after = None
         if self.pipeline is None:
             after = self._micro_batches()
@@ -111,8 +111,17 @@ class _Step:
         rest = self.states.rest.parameters + self.states.rest.optimizer_state
         if self.units.has_buckets:
             rest += self.states.after_backward.gradients
-        left = 0 if self.pipeline is None else self.pipeline.left_over
+        left = self._sent() if self.pipeline is None else self.pipeline.left_over
         return rest + self._tokens() * self.parts.config.cp + self._received() + left
+
+    def _sent(self) -> int:
+        """Buckets that came back from sums in another dtype; torch keeps what a hook gave until the next step's."""
+        reduce, own = self.parts.config.precision.reduce_dtype, self.parts.parameters
+        if not self.units.has_buckets or reduce is None:
+            return 0
+        tp, tp_rank = self.parts.config.tp, self.coordinates["tp"]
+        sent = [each for each in own if each.trainable and each.dtype != reduce]
+        return sum(prod(each.split(tp, tp_rank)) * each.dtype.itemsize for each in sent)
 
     def _tokens(self) -> int:
         """The integers of a rank's parts of all micro-batches."""

@@ -49,7 +49,8 @@ def predict_states(parts: ModelParts, coordinates: Mapping[str, int], optimizer:
     with_gradients = [(count, unit.parameters) for (unit, count), (_, own) in zip(kinds, updated, strict=True) if own]
     held = sum(count * _stored(unit.parameters, parts.config, coordinates) for unit, count in kinds_of(parts))
     gradients = sum(
-        count * _stored(_with_gradients(own, parts.config), parts.config, coordinates) for count, own in with_gradients
+        count * _stored(_with_gradients(own, parts.config, coordinates), parts.config, coordinates)
+        for count, own in with_gradients
     )
     state = sum(count * _kept_by(memory, own, parts.config, coordinates) for count, own in updated)
     gathered = _gathered(parts, coordinates)
@@ -60,16 +61,34 @@ def predict_states(parts: ModelParts, coordinates: Mapping[str, int], optimizer:
     )
 
 
+def flat_gradients(parts: ModelParts, coordinates: Mapping[str, int]) -> int:
+    """Bytes of the gradients of flattened units, which each rank holds if any parameter of the unit is trained.
+
+    Args:
+        parts: The model in its layout.
+        coordinates: As in `predict_states`.
+    """
+    return sum(
+        count * _stored(unit.parameters, parts.config, coordinates)
+        for unit, count in kinds_of(parts)
+        if any(each.trainable for each in unit.parameters)
+    )
+
+
 def _copied(parts: ModelParts) -> list[ParameterSpec]:
     """Tied parameters of a last stage whose rank has the first one too: copies, which no optimizer knows."""
     own = {each.fqn: each for each in parts.parameters}
     return [own[copy] for original, *copies in parts.whole.tied if original in own for copy in copies if copy in own]
 
 
-def _with_gradients(parameters: Sequence[ParameterSpec], config: ParallelConfig) -> Sequence[ParameterSpec]:
-    """The parameters for which there are gradients: in a flattened unit for all or none."""
-    trainable = [each for each in parameters if each.trainable]
-    return parameters if trainable and TRAITS[config.data_parallel].flattens else trainable
+def _with_gradients(
+    parameters: Sequence[ParameterSpec], config: ParallelConfig, coordinates: Mapping[str, int]
+) -> Sequence[ParameterSpec]:
+    """The parameters for which a rank has gradients: of a flattened unit all, if it holds any that is trained."""
+    if not TRAITS[config.data_parallel].flattens:
+        return [each for each in parameters if each.trainable]
+    own = _in_own_range(parameters, config, coordinates)
+    return parameters if any(each.trainable and count for each, count in zip(parameters, own, strict=True)) else ()
 
 
 def _stored(parameters: Sequence[ParameterSpec], config: ParallelConfig, coordinates: Mapping[str, int]) -> int:

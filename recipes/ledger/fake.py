@@ -33,6 +33,8 @@ def check_fake(recipe: Recipe) -> str | None:
     traits = TRAITS[recipe.parallel.data_parallel]
     if traits.gathers_centrally:
         return "its replicas are threads of one process"
+    if traits.flattens and recipe.lora.rank:
+        return "fsdp1 looks at addresses to see which frozen parameters it has gathered, and there are none"
     if recipe.parallel.compile:
         return "the compiler takes no part in a dry run"
     return None
