@@ -17,6 +17,8 @@ from checkpoint.layout import Layout, replicated
 from checkpoint.manifest import BLOCK_BYTES, Header, Manifest, file_name
 from checkpoint.owners import Owners, StoredTensor
 
+MAX_FILES = 4096
+"""Most files that one process divides a checkpoint over."""
 FILE_BYTES = 1 << 30
 """Bytes of a file where nobody says how many files there are."""
 SLAB_BYTES = 16 << 20
@@ -52,10 +54,10 @@ def file_count(source: Source, num_files: int | None) -> int:
         num_files: How many; None: one for each GiB.
 
     Raises:
-        ValueError: If it is not positive.
+        ValueError: If it is not positive, or more than anybody needs.
     """
-    if num_files is not None and num_files < 1:
-        raise ValueError(f"num_files={num_files} must be at least 1")
+    if num_files is not None and not 1 <= num_files <= MAX_FILES:
+        raise ValueError(f"num_files={num_files} must be from 1 to {MAX_FILES:,}")
     return num_files or max(1, -(-total_bytes(source) // FILE_BYTES))
 
 

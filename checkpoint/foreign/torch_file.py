@@ -48,6 +48,9 @@ def _load_file(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, ValueError):
         raise
+    except RuntimeError as error:
+        # Torch's advice is for whoever has the values at hand.
+        raise ValueError(f"{path} cannot be read: it is no file of torch.save, or one of torch before 1.6") from error
     except Exception as error:
         raise ValueError(f"{path} cannot be read with weights_only: {str(error).splitlines()[0]}") from error
     for name in ("model", "state_dict"):

@@ -41,7 +41,11 @@ class Reshard:
 
     def run(self) -> Report:
         """Reads and writes all of it."""
-        source = CheckpointSource(find_checkpoint(self.checkpoint))
+        found = Path(find_checkpoint(self.checkpoint))
+        own = [found.parent, *([found.parent.parent] if found.parent.name == "checkpoints" else [])]
+        if Path(self.folder).resolve() in [each.resolve() for each in own]:
+            raise ValueError(f"{self.folder} is where {found.name} comes from; name another folder")
+        source = CheckpointSource(found)
         other = OtherRanksSource(source, file_count(source, self.files))
         return _written(self.folder, other, source.header, file_count(source, self.files), "reshard")
 
@@ -95,7 +99,7 @@ class ExportHf:
 
     def run(self) -> Report:
         """Reads and writes all of the model."""
-        found = find_checkpoint(self.checkpoint)
+        found = Path(find_checkpoint(self.checkpoint))
         dtype = None if self.dtype is None else getattr(torch, self.dtype)
         model = sum(each.nbytes for each in _parameters(model_source(found)))
         with progress("export", model) as advance:

@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from parallel.checks import check_integer
 from parallel.ledger.optimizer_memory import kernels_of
 from recipes.command import parse
 from recipes.compare.job import run_job
@@ -21,6 +22,9 @@ from recipes.terminal import open_console
 
 WRONG = 3
 """Exit code where a prediction was further off than promised."""
+
+MAX_WORLD_SIZE = 1 << 17
+"""Ranks of the largest job that is looked at: enough for any there is; lists of ranks would take minutes beyond."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,25 @@ class LedgerCommand:
     limit_s: float = 600.0
     debug: bool = False
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+
+    def check(self) -> None:
+        """Refuses what is out of range, and what would be ignored.
+
+        Raises:
+            ValueError: If something is.
+        """
+        if not 0 < self.limit_s < float("inf"):
+            raise ValueError(f"limit_s={self.limit_s} must be more than 0 s")
+        if self.nproc is not None:
+            check_integer("nproc", self.nproc, minimum=1)
+        if self.world_size is None:
+            if self.rank:
+                raise ValueError(f"rank={self.rank} is for a job that does not run; say --world-size too")
+            return
+        if not 1 <= self.world_size <= MAX_WORLD_SIZE:
+            raise ValueError(f"world_size={self.world_size} must be from 1 to {MAX_WORLD_SIZE:,}")
+        if self.nproc is not None:
+            raise ValueError(f"nproc={self.nproc} is for a real step, which --world-size does not take; leave one out")
 
 
 def parse_ledger(words: list[str]) -> LedgerCommand:
@@ -87,6 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     with one_message(debug="--debug" in words):
         command = parse_ledger(words)
+        command.check()
         console = open_console(160)
         holds = _real(command, console) if command.world_size is None else _dry(command, command.world_size, console)
     sys.exit(0 if holds else WRONG)

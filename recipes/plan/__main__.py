@@ -42,11 +42,22 @@ def main(arguments: list[str] | None = None) -> None:
         command = parse(PlanCommand, words, "python -m recipes.plan")
         command.check()
         if command.claims:
-            print(as_markdown(claims(find_shape)), end="")
+            found = claims(find_shape)
+            print(
+                json.dumps([each._asdict() for each in found], indent=1) if command.json else as_markdown(found), end=""
+            )
         elif command.rows is not None:
             show_rows(read_rows(None if command.rows == "published" else command.rows), as_json=command.json)
         else:
             _plan(command)
+
+
+def _show_claims(command: PlanCommand) -> None:
+    found = claims(find_shape)
+    if command.json:
+        print(json.dumps([each._asdict() for each in found], indent=1))
+    else:
+        print(as_markdown(found), end="")
 
 
 def _plan(command: PlanCommand) -> None:

@@ -1,6 +1,7 @@
 """The command line of `recipes.plan` and the request that it makes."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -83,11 +84,15 @@ class PlanCommand:
             raise ValueError(
                 f"frozen={self.frozen}: recipes of plans train all parameters; leave out --tune and --write"
             )
+        if self.write is not None and not Path(self.write).absolute().parent.is_dir():
+            raise ValueError(f"write={self.write!r}: there is no such folder; make it first")
         for name in ("frontier", "scaling"):
             path = getattr(self, name)
             if path is not None and not path.endswith(".png"):
                 raise ValueError(f"{name}={path!r} must end in .png")
-        if not (self.claims or self.rows) and (not self.model or self.gpus < 1):
+        if self.model and self.gpus < 1:
+            raise ValueError(f"gpus={self.gpus} must be at least 1: say --gpus N")
+        if not (self.claims or self.rows) and not self.model:
             raise ValueError(
                 "name a model and a number of GPUs, such as `llama3.1-70b --gpus 256`, or ask for --claims or --rows"
             )

@@ -228,6 +228,8 @@ def test_a_checkpoint_that_is_divided_over_other_files_loads_with_all_it_has(
     manifest = read_manifest(path)
     assert manifest.header.optimizer == read_manifest(find_checkpoint(str(saved))).header.optimizer
     assert "is there already" in command(capsys, "reshard", saved, tmp_path / "x", code=1)
+    assert "name another folder" in command(capsys, "reshard", saved, saved, code=1)
+    assert "must be from 1 to 4,096" in command(capsys, "reshard", saved, tmp_path / "y", "--files", "5000", code=1)
 
 
 def test_one_flipped_bit_ends_a_conversion_and_leaves_nothing(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from parallel import Buckets, LossScaling, ParallelConfig, Precision
 from parallel.ledger.term import counted_traffic, traffic
 from recipes.find import find_recipe
+from recipes.ledger.__main__ import main
 from recipes.ledger.dry import dry_ledger
 from recipes.ledger.fake import check_fake, fake_step
 from recipes.ledger.forecast import coordinates_of
@@ -170,6 +171,24 @@ def test_a_layout_that_nobody_can_run_is_an_error_in_one_line() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--world-size", "0"], "world_size=0 must be from 1 to 131,072"),
+        (["--world-size", "99999999999"], "must be from 1 to 131,072"),
+        (["--world-size", "4", "--rank", "4"], "rank=4 must be from 0 to 3"),
+        (["--world-size", "4", "--nproc", "2"], "nproc=2 is for a real step"),
+        (["--rank", "3"], "say --world-size too"),
+        (["--nproc", "0"], "nproc=0 must be at least 1"),
+        (["--limit-s", "nan"], "limit_s=nan must be more than 0 s"),
+    ],
+)
+def test_a_number_out_of_range_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["llama_debug", *words])
+    assert end.value.code == 1 and message in capsys.readouterr().err
 
 
 def test_a_promise_is_broken_by_one_byte_or_by_more_than_its_share() -> None:

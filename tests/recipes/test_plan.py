@@ -86,6 +86,9 @@ def test_claims_are_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     assert printed.startswith("| tutorials say |")
     assert "16P/N is 140 GB a GPU" in printed
+    main(["--claims", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) > 5 and all(f"| {each['claim']} |" in printed for each in rows)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,9 @@ def test_claims_are_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> No
         (["llama3.1-8b", "--gpus", "37", "--global-batch", "64"], NOTHING_FITS, "nearest that works: 36 GPUs"),
         (["llama3.1-70b", "--gpus", "8", "--gpu", "h100"], 1, "unknown GPU 'h100'"),
         (["llama9", "--gpus", "8", "--gpu", "h100-80gb"], 1, "unknown model 'llama9'"),
-        (["llama3.1-8b"], 1, "name a model and a number of GPUs"),
+        ([], 1, "name a model and a number of GPUs"),
+        (["llama3.1-8b"], 1, "gpus=0 must be at least 1: say --gpus N"),
+        ([*SMALL, "--write", "/nowhere/plan.py"], 1, "there is no such folder"),
         ([*SMALL, "--write", "plan.txt"], 1, "must end in .py"),
         ([*SMALL, "--frontier", "plan.txt"], 1, "must end in .png"),
         ([*SMALL, "--tune", "1"], 1, "but they are for 4"),
