@@ -126,7 +126,8 @@ class ParallelConfig:
         cp_method: How attention sees the whole sequence, with cp > 1 only.
         precision: Compute and reduce dtypes.
         activation_checkpointing: What backward computes again instead of keeping it: nothing, all of a block but its
-            input, or what a policy does not keep.
+            input, or what a policy does not keep. Where a schedule computes gradients of weights apart, `full` computes
+            a block again for each of its weights, which takes several times as long and may hold more than `none`.
         activation_checkpoint_every: Do so in the first block and in every n-th after it.
         activation_checkpoint_policy: With `selective`, which results of ops are kept: `every_second_matmul`,
             `matmuls`, `attention`, or a name that was added to `activation_checkpoint.POLICIES`.

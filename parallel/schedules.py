@@ -156,7 +156,7 @@ def check_split_backward(config: "ParallelConfig") -> None:
     # Gradients of weights are computed apart from those of inputs, by a second walk through a block's graph.
     for name, value, without in (
         ("compile", config.compile, False),
-        ("activation_checkpointing", config.activation_checkpointing == "selective", "full"),
+        ("activation_checkpointing", config.activation_checkpointing == "selective", "none"),
     ):
         if value:
             raise ValueError(
