@@ -181,7 +181,7 @@ def test_stages_that_a_schedule_or_a_model_cannot_have_are_refused(layout: Paral
         ({"schedule": "zbv_zero_bubble", "compile": True}, "twice, which compile=True does not allow.*compile=False"),
         (
             {"schedule": "dual_pipe_v", "activation_checkpointing": "selective"},
-            "'selective' does not allow.*activation_checkpointing='full'",
+            "'selective' does not allow.*activation_checkpointing='none'",
         ),
         ({"data_parallel": "zero1"}, "zero1 does not compose with pp=2"),
     ],
