@@ -12,7 +12,8 @@ from torch.distributed.fsdp import _flat_param
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.collective_ops import tensors_in
-from parallel.fsdp1 import Fsdp1
+from parallel.parallelize import BACKENDS
+from parallel.traits import TRAITS
 
 # Tensors whose ops turn themselves into local ones, which come back to the mode.
 # Private: only by its type can a functional collective's result be told from a plain tensor.
@@ -29,7 +30,8 @@ def modes_without_values() -> Callable[[], AbstractContextManager[None]]:
 
     @contextmanager
     def modes() -> Iterator[None]:
-        alone = mock.patch.object(Fsdp1, "_sizes_on_ranks", _sizes_by_arithmetic)
+        flattening = next(BACKENDS[name] for name, traits in TRAITS.items() if traits.flattens)
+        alone = mock.patch.object(flattening, "_sizes_on_ranks", _sizes_by_arithmetic)
         # Private: FSDP1 asks by address whether a unit is there, and a storage without memory has none.
         there = mock.patch.object(_flat_param, "_data_ptr_allocated", _flat_param._storage_size_allocated)
         with warnings.catch_warnings(), alone, there, mode, FillGaps():
@@ -80,7 +82,7 @@ def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return func(*factors, *args[2:], **kwargs).to(args[0].dtype)
 
 
-def _sizes_by_arithmetic(backend: Fsdp1) -> Tensor:
+def _sizes_by_arithmetic(backend: Any) -> Tensor:
     """What other ranks would say that they hold of each parameter, int64 [parameters, ranks]."""
     sizes: dict[str, Tensor] = {}
     ranks = torch.arange(backend._mesh.degree("fsdp"))

@@ -1,6 +1,7 @@
 """Sequences that ranks share: logits, losses, what a step sends, checkpoints, and what is refused."""
 
 import gc
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint import TrainState, load, save
@@ -234,6 +236,9 @@ def live_bytes_after(layout: dict[str, Any], steps: tuple[int, ...]) -> list[int
         for step in range(max(steps)):
             trained.forward_backward(batches(trained.mesh, 0, 2))
             if step + 1 in steps:
+                # The thread that sends lets go of what it has sent a little later.
+                dist.barrier()
+                time.sleep(0.1)
                 gc.collect()
                 found.append(meter.live_bytes)
     return found
