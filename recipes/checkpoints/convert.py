@@ -99,7 +99,7 @@ class ExportHf:
 
     def run(self) -> Report:
         """Reads and writes all of the model."""
-        found = Path(find_checkpoint(self.checkpoint))
+        found = find_checkpoint(self.checkpoint)
         dtype = None if self.dtype is None else getattr(torch, self.dtype)
         model = sum(each.nbytes for each in _parameters(model_source(found)))
         with progress("export", model) as advance:

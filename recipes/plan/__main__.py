@@ -42,10 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         command = parse(PlanCommand, words, "python -m recipes.plan")
         command.check()
         if command.claims:
-            found = claims(find_shape)
-            print(
-                json.dumps([each._asdict() for each in found], indent=1) if command.json else as_markdown(found), end=""
-            )
+            _show_claims(command)
         elif command.rows is not None:
             show_rows(read_rows(None if command.rows == "published" else command.rows), as_json=command.json)
         else:
