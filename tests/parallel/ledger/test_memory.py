@@ -144,8 +144,13 @@ ADAPTERS: dict[str, LoraConfig] = {
 
 
 def of_rank(case: str, lora: LoraConfig = NO_ADAPTERS) -> tuple[Forecast, TracedStep]:
+    """The step of a case of the tables."""
+    return of_layout((CASES | LISTED)[case], lora)
+
+
+def of_layout(case: tuple[Any, ...], lora: LoraConfig = NO_ADAPTERS) -> tuple[Forecast, TracedStep]:
     """One rank's step on tensors without values, in a process of the pool."""
-    world_size, rank, num_micro_batches, layout, model, documents, *_ = (CASES | LISTED)[case]
+    world_size, rank, num_micro_batches, layout, model, documents, *_ = case
     asked = dataclasses.replace(recipe(layout, model, documents=documents), lora=lora)
     dist.destroy_process_group()
     traced, mesh = fake_step(asked, world_size, rank, num_micro_batches, look=coordinates_of)

@@ -5,16 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from parallel import ParallelConfig
 from parallel.ledger.exactness import promised_share
 from parallel.ledger.schedule_order import Action, actions_of
-from recipes.ledger.fake import fake_step
-from recipes.ledger.forecast import Forecast, coordinates_of, forecast
 from recipes.ledger.rows import lines
-from recipes.ledger.traced import TracedStep
-from tests.parallel.ledger.test_memory import BF16, FULL, HEADS, TIED, assert_holds, real, recipe
+from tests.parallel.ledger.test_memory import BF16, FULL, HEADS, TIED, assert_holds, of_layout, real, recipe
 from tests.ranks import run_ranks
 
 INTERLEAVED = {"pp": 2, "schedule": "interleaved_1f1b"}
@@ -42,20 +38,11 @@ SLOW = (
 )
 
 
-def of_rank(case: str) -> tuple[Forecast, TracedStep]:
-    """One rank's step on tensors without values, in a process of the pool."""
-    world_size, rank, num_micro_batches, layout, model, documents = CASES[case]
-    asked = recipe(layout, model, documents=documents)
-    dist.destroy_process_group()
-    traced, place = fake_step(asked, world_size, rank, num_micro_batches, look=coordinates_of)
-    return forecast(asked, world_size, place, num_micro_batches), traced
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in CASES]
 )
 def test_states_and_traffic_are_exact_and_peaks_within_three_percent(case: str) -> None:
-    ((predicted, traced),) = run_ranks(1, of_rank, case)
+    ((predicted, traced),) = run_ranks(1, of_layout, CASES[case])
     assert promised_share(predicted.bounds) == 0.03
     assert_holds(lines(predicted, traced), 0.03)
 
