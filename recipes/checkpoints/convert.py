@@ -12,6 +12,7 @@ from checkpoint.hub.save import DEFAULT_FILE_BYTES
 from checkpoint.manifest import Header
 from checkpoint.offline import Source, file_count, total_bytes, write_checkpoint
 from checkpoint.sources import CheckpointSource, OtherRanksSource
+from recipes.checkpoints.listing import folder_of_checkpoints
 from recipes.checkpoints.report import Report, progress
 from recipes.export import export_hub, model_source
 from recipes.from_checkpoint import find_checkpoint
@@ -42,8 +43,9 @@ class Reshard:
     def run(self) -> Report:
         """Reads and writes all of it."""
         found = Path(find_checkpoint(self.checkpoint))
-        own = [found.parent, *([found.parent.parent] if found.parent.name == "checkpoints" else [])]
-        if Path(self.folder).resolve() in [each.resolve() for each in own]:
+        # In the folder of its run it would stand beside those that `ls` shows there.
+        there = Path(self.folder).is_dir() and folder_of_checkpoints(self.folder).resolve() == found.parent.resolve()
+        if there:
             raise ValueError(f"{self.folder} is where {found.name} comes from; name another folder")
         source = CheckpointSource(found)
         other = OtherRanksSource(source, file_count(source, self.files))
