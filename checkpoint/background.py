@@ -14,6 +14,7 @@ from torch import Tensor
 from checkpoint import store, writer
 from checkpoint.ranks import Ranks
 from checkpoint.retention import Retention
+from checkpoint.save_plan import SavePlan
 from checkpoint.state import TrainState
 
 
@@ -77,14 +78,19 @@ class BackgroundSaver:
 
         Raises:
             OSError: If the save before it failed; this one does not start then.
-            ValueError: If the state cannot be saved.
+            ValueError: If the state cannot be saved. What the copy meets, as no memory, comes with the next call.
         """
         self.finish()
         planned = store.plan(self._folder, state, self._ranks)
-        copied = self._ranks.together("copy the state to host memory", lambda: writer.snapshot(planned, self._rooms))
-        self._pending.append(
-            self._thread.submit(store.commit, self._folder, copied, self._retention, Ranks(self._group))
-        )
+        copied: Future[SavePlan] = Future()
+        try:
+            copied.set_result(writer.snapshot(planned, self._rooms))
+        except Exception as error:
+            # The others hear of it where nothing waits for the slowest rank.
+            copied.set_exception(error)
+        ranks = Ranks(self._group)
+        # Nothing that refers to this saver, so that one which nobody has any more can report.
+        self._pending.append(self._thread.submit(_write, self._folder, copied, self._retention, ranks))
 
     def finish(self) -> Path | None:
         """Waits for the save that is under way, if any.
@@ -96,6 +102,11 @@ class BackgroundSaver:
             OSError: If it failed, on all ranks.
         """
         return self._pending.pop().result() if self._pending else None
+
+
+def _write(folder: Path, copied: Future[SavePlan], retention: Retention | None, ranks: Ranks) -> Path:
+    saved = ranks.together("copy the state to host memory", copied.result)
+    return store.commit(folder, saved, retention, ranks)
 
 
 def _report(pending: list[Future[Path]]) -> None:

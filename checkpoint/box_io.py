@@ -1,5 +1,7 @@
 """Reads and writes a box of a tensor that lies row-major in a file, touching no other byte of it."""
 
+import ctypes
+import mmap
 import os
 from collections.abc import Iterator
 from math import prod
@@ -18,6 +20,9 @@ READ_BYTES = 4 << 20
 """Bytes of one read at most."""
 MAX_WRITE_BYTES = 1 << 30
 """Linux writes at most 2 GiB in one call."""
+
+_MADVISE = getattr(ctypes.CDLL(None), "madvise", None)
+_MADV_POPULATE_WRITE = 23
 
 
 class Scratch:
@@ -163,7 +168,18 @@ def _places(values: StoredValues, box: Box, num_dims: int) -> Iterator[int]:
 
 def _read(descriptor: int, view: memoryview, start: int) -> None:
     while len(view):
+        _make_pages(view[:READ_BYTES])
         count = os.preadv(descriptor, [view[:READ_BYTES]], start)
         if count == 0:
             raise ValueError(f"it ends before byte {start + len(view)}; it is damaged")
         view, start = view[count:], start + count
+
+
+def _make_pages(view: memoryview) -> None:
+    """Has the kernel find pages for new memory all at once, which takes less time than one after the other."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + len(view)) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if length > 0 and _MADVISE is not None:
+        # Older kernels refuse it; pages then come as they are filled.
+        _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)

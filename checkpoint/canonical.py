@@ -13,7 +13,9 @@ MODEL_PREFIX = "model."
 
 
 class Backend(Protocol):
-    """What is needed of a data-parallel backend; `parallel.backend` says what each method does."""
+    """What is needed of a data-parallel backend; `parallel.backend` says what each member does."""
+
+    holds_canonical: bool
 
     def whole_shape(self, fqn: str, parameter: Tensor, /) -> torch.Size:
         """Shape of a whole parameter."""
@@ -81,7 +83,9 @@ class CanonicalTensors(Mapping[str, Tensor]):
         }
 
     def _is_split(self, name: str) -> bool:
-        """Whether a tensor is a parameter or laid out like one; counts of steps are not."""
+        """Whether a tensor is held otherwise: a parameter, or laid out like one; counts of steps are not."""
+        if self._backend.holds_canonical:
+            return False
         held = self._held[name]
         return held.dim() > 0 and held.shape == self._parameters[fqn_of(name)].shape
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -86,7 +87,7 @@ class Fit:
 
     def held(self) -> dict[str, Tensor]:
         """The state's own tensors that are to be filled, as this rank holds them."""
-        return {name: each for name, each in self._all_held().items() if name not in self.unfit}
+        return {name: each for name, each in self._all_held.items() if name not in self.unfit}
 
     def adopted(self) -> list[str]:
         """Saved entries that the optimizer can take but does not have yet."""
@@ -126,7 +127,7 @@ class Fit:
         return CanonicalTensors(self.state.trained.backend, self.parameters, held)
 
     def _wanted_tensors(self) -> dict[str, Like]:
-        held = self._all_held()
+        held = self._all_held
         shapes = self.canonical(held)
         wanted = {name: Like(tuple(shapes.shape(name)), tensor.dtype) for name, tensor in held.items()}
         for name in self.adopted():
@@ -138,6 +139,7 @@ class Fit:
             wanted[name] = Like(shape, stored.dtype)
         return wanted | self.generators()
 
+    @cached_property
     def _all_held(self) -> dict[str, Tensor]:
         model = model_tensors(self.parameters) if "model" in self.parts else {}
         return {name: each for name, each in {**model, **self.current.tensors}.items() if self.selection.takes(name)}

@@ -107,8 +107,8 @@ class ShardReader:
                 plan = plans[piece.rank]
                 shared = piece.box.overlap(box)
                 if shared is not None:
-                    values, within = self.check_entry(plan.file, piece), shared.within(piece.box)
-                    plan.parts.extend(parts_of(values, within, _narrow(each, shared), plan.file.block_bytes))
+                    values, out = self.check_entry(plan.file, piece), _narrow(each.out, shared.within(box))
+                    plan.parts.extend(parts_of(values, shared.within(piece.box), out, plan.file.block_bytes))
         return Reads([plans[rank] for rank in sorted(plans)])
 
     def file(self, rank: int) -> VerifiedFile:
@@ -158,10 +158,10 @@ class ShardReader:
             )
 
 
-def _narrow(whole: Slice, box: Box) -> Tensor:
+def _narrow(whole: Tensor, box: Box) -> Tensor:
     """The memory of a slice that a part of it fills."""
-    out = whole.out.detach() if whole.out.requires_grad else whole.out
-    for dim, (offset, size) in enumerate(zip(box.within(whole.box).offsets, box.sizes, strict=True)):
+    out = whole.detach() if whole.requires_grad else whole
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if size != out.shape[dim]:
             out = out.narrow(dim, offset, size)
     return out

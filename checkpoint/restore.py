@@ -9,7 +9,7 @@ from checkpoint.placed import LocalBoxes
 from checkpoint.ranks import Ranks
 from checkpoint.reader import Slice
 from checkpoint.undo import Undo
-from parallel.replicas import local_part
+from parallel.replicas import local_parts
 
 
 class Restore:
@@ -40,11 +40,11 @@ class Restore:
             if name not in fit.unfit
         }
         row = random_state.source_rank(self.ranks.rank, self.ranks.size, fit.manifest.header.world_size)
-        boxes = LocalBoxes()
+        boxes, parts = LocalBoxes(), local_parts(self.targets.values())
         return [
             *(
-                Slice(fit.selection.stored_name(name), boxes.of(tensor).offsets, local_part(tensor))
-                for name, tensor in self.targets.items()
+                Slice(fit.selection.stored_name(name), boxes.of(tensor).offsets, part)
+                for (name, tensor), part in zip(self.targets.items(), parts, strict=True)
             ),
             *(Slice(name, (row, 0), state.unsqueeze(0)) for name, state in self.generators.items()),
         ]

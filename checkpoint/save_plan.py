@@ -30,12 +30,14 @@ class SavePlan:
     Attributes:
         header: All that is no tensor.
         tensors: Every tensor of the checkpoint by name.
+        digest: A hash of `tensors`.
         parts: Key in this rank's file -> its values, in their order there; they share the state's memory until
             `snapshot` copies them.
     """
 
     header: Header
     tensors: Mapping[str, StoredTensor]
+    digest: str
     parts: Mapping[str, Tensor]
 
 
@@ -53,12 +55,33 @@ def plan(flat: FlatState, ranks: Ranks) -> SavePlan:
         ValueError: If a tensor is held in a way that cannot be saved, or ranks describe one name in two ways.
     """
     what = "describe the state"
-    all_of_it, alike = ranks.alike(what, lambda: _describe(_Held.of(flat, ranks.size)), lambda own: own.digest)
-    if not alike:
-        described = ranks.distinct(all_of_it, all_of_it.digest)
-        all_of_it = ranks.together(what, lambda: _merge(described, ranks.size))
-    parts = ranks.together(what, lambda: _parts(flat, all_of_it, ranks.rank))
-    return SavePlan(header=flat.header, tensors=all_of_it.tensors, parts=parts)
+    planned, alike = ranks.alike(what, lambda: plan_alone(flat, ranks), lambda own: own.digest)
+    if alike:
+        return planned
+    described = ranks.distinct(planned.tensors, planned.digest)
+
+    def merged() -> SavePlan:
+        return _planned(flat, _merge(described, ranks.size), ranks.rank)
+
+    return ranks.together(what, merged)
+
+
+def plan_alone(flat: FlatState, ranks: Ranks) -> SavePlan:
+    """What this rank writes if all ranks describe the state as this one does; asks none of them.
+
+    Args:
+        flat: The state.
+        ranks: The ranks of the job.
+
+    Raises:
+        ValueError: If a tensor is held in a way that cannot be saved.
+    """
+    return _planned(flat, _describe(_Held.of(flat, ranks.size)), ranks.rank)
+
+
+def _planned(flat: FlatState, described: "_Described", rank: int) -> SavePlan:
+    parts = _parts(flat, described, rank)
+    return SavePlan(header=flat.header, tensors=described.tensors, digest=described.digest, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -139,12 +162,12 @@ def _digest(described: Mapping[str, StoredTensor]) -> str:
     return strict_json.digest([[repr(layout) for layout in layouts], tensors])
 
 
-def _merge(described: Mapping[tuple[int, ...], _Described], world_size: int) -> _Described:
+def _merge(described: Mapping[tuple[int, ...], Mapping[str, StoredTensor]], world_size: int) -> _Described:
     """One description of each tensor out of those of ranks that hold different ones."""
     holders: dict[str, list[int]] = {}
     tensors: dict[str, StoredTensor] = {}
     for ranks, of_ranks in described.items():
-        for name, tensor in of_ranks.tensors.items():
+        for name, tensor in of_ranks.items():
             holders.setdefault(name, []).extend(ranks)
             if tensors.setdefault(name, tensor) != tensor:
                 raise ValueError(
@@ -177,9 +200,9 @@ class _Part:
     cuts: tuple[tuple[int, int, int], ...]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _parts_of_rank(described: _Described, rank: int) -> tuple[_Part, ...]:
-    """What a rank writes; a run saves the same parts again and again."""
+    """What a rank writes; a run saves the same parts again and again, of its own description and of the merged one."""
     parts = []
     for piece in Owners(described.tensors).of_rank(rank):
         tensor = described.tensors[piece.name]

@@ -56,10 +56,23 @@ def plan(folder: Path, state: TrainState, ranks: Ranks) -> SavePlan:
     Raises:
         ValueError: As `save`.
     """
-    flat, alike = ranks.alike(f"save into {folder}", lambda: flatten(state, ranks.size), _digest)
-    if not alike:
-        flat = _of_all_stages(flat, ranks)
-        ranks.require_equal(flat.digests())
+    where = f"save into {folder}"
+
+    def look() -> FlatState:
+        return flatten(state, ranks.size)
+
+    # Where tensors are made by all ranks together, all must have come that far.
+    seen = None if state.trained.backend.holds_canonical else ranks.together(where, look)
+
+    def plan_alone() -> tuple[FlatState, SavePlan]:
+        flat = look() if seen is None else seen
+        return flat, save_plan.plan_alone(flat, ranks)
+
+    (flat, planned), alike = ranks.alike(where, plan_alone, lambda own: f"{_digest(own[0])} {own[1].digest}")
+    if alike:
+        return planned
+    flat = _of_all_stages(flat, ranks)
+    ranks.require_equal(flat.digests())
     return save_plan.plan(flat, ranks)
 
 

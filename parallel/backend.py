@@ -24,10 +24,12 @@ class Backend(Protocol):
     Attributes:
         wraps_before_materialize: Whether `wrap` takes parameters on meta; False for backends that need values.
         default_reduce_gradients: When gradients are summed over ranks if the config does not say.
+        holds_canonical: Whether `to_canonical` hands out what a rank holds and asks no other rank.
     """
 
     wraps_before_materialize: bool
     default_reduce_gradients: ReduceGradients
+    holds_canonical: bool = True
 
     def check(self, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> None:
         """Refuses what this backend cannot do with a model or on a device, before anything is changed.

@@ -35,6 +35,7 @@ class Fsdp1(Backend):
     wraps_before_materialize = False
     # Reducing at once keeps only sharded gradients between micro-batches.
     default_reduce_gradients: ReduceGradients = "every_micro_batch"
+    holds_canonical = False
 
     def __init__(self) -> None:
         """Knows no model yet."""

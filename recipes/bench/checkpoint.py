@@ -43,7 +43,12 @@ def compare_save(num_rounds: int, folder: str) -> Comparison:
     bench = SavedState(folder)
     contenders: dict[str, Callable[[], object]] = {TORCH: bench.save_torch, OURS: bench.save_ours}
     contenders |= {name: partial(bench.write_raw, write) for name, write in raw_files.WRITES.items()}
-    times_s = interleave(contenders, num_rounds=num_rounds, steps_of_a_round=1, prepare=bench.clear)
+
+    def prepare() -> None:
+        bench.clear()
+        bench.refill_free_memory()
+
+    times_s = interleave(contenders, num_rounds=num_rounds, steps_of_a_round=1, prepare=prepare)
     return Comparison(title=f"save, {bench.describe()}", times_s=times_s, targets={OURS: AIM})
 
 
@@ -62,7 +67,11 @@ def compare_load(num_rounds: int, folder: str, cold: bool) -> Comparison:
     bench.write_raw(raw_files.write_buffered)
     contenders: dict[str, Callable[[], object]] = {TORCH: bench.load_torch, OURS: bench.load_ours}
     contenders |= {name: partial(bench.read_raw, read) for name, read in raw_files.READS.items()}
-    prepare = partial(raw_files.set_cached, bench.folder, not cold)
+
+    def prepare() -> None:
+        raw_files.set_cached(bench.folder, not cold)
+        bench.refill_free_memory()
+
     times_s = interleave(contenders, num_rounds=num_rounds, steps_of_a_round=1, prepare=prepare)
     title = f"load, {'cold' if cold else 'warm'}, {bench.describe()}"
     return Comparison(title=title, times_s=times_s, targets={OURS: AIM})
@@ -161,6 +170,11 @@ class SavedState:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             os.sync()
         dist.barrier()
+
+    def refill_free_memory(self) -> None:
+        """Gives every contender the same memory to find: what this rank's part takes in the page cache."""
+        dist.barrier()
+        raw_files.refill_free_memory(sum(map(len, self.views)))
 
     def save_ours(self) -> None:
         """Our save."""

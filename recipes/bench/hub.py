@@ -99,6 +99,8 @@ def import_on_rank(name: str, path: str) -> tuple[float, int]:
     else:
         _empty(TINY, mesh)
     cpu = torch.device("cpu")
+    # Once for the pages of the files, once for those of the parameters.
+    raw_files.refill_free_memory(2 * sum(file.stat().st_size for file in Path(path).iterdir()))
     # Linux starts the peak anew from what is resident now.
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_bytes(cpu)

@@ -137,6 +137,20 @@ def set_cached(folder: Path, cached: bool) -> None:
             os.close(descriptor)
 
 
+def refill_free_memory(num_bytes: int) -> None:
+    """Has the machine hold as much free memory, as one that is in use for long does.
+
+    A virtual machine may hand freed memory back to its host, when it pleases, and take three times as long to get it
+    again as a disk to read as much: without this the dice say which contender pays for the pages that its file is
+    cached in.
+
+    Args:
+        num_bytes: What a contender needs at most, less whatever other ranks ask for at the same time.
+    """
+    with mmap.mmap(-1, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE) as pages:
+        pages[:: mmap.PAGESIZE] = bytes(len(pages) // mmap.PAGESIZE)
+
+
 def _chunks(views: Views) -> Iterator[tuple[int, memoryview]]:
     """Pieces of each view, with where they lie when all follow each other."""
     offset = 0

@@ -15,9 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint import BackgroundSaver, Retention, filesystem, latest, load, save, writer
+from checkpoint import BackgroundSaver, Retention, TrainState, filesystem, latest, load, save, writer
 from checkpoint.save_plan import SavePlan
+from parallel import ParallelConfig
+from parallel.config import DataParallel
 from tests.checkpoint import states
+from tests.parallel.small_model import build
 from tests.ranks import run_ranks
 
 
@@ -147,8 +150,8 @@ def test_host_memory_is_taken_once(tmp_path: Path) -> None:
     assert addresses == addresses[:1] * 3
 
 
-def train_beside_a_save(folder: Path) -> tuple[float, str]:
-    """Collectives of training between those of a save; then a save that fails on one rank."""
+def train_beside_a_save(folder: Path) -> tuple[float, list[str]]:
+    """Collectives of training between those of a save; then saves whose write and whose copy fail on one rank."""
     states.forget_meshes()
     state = states.fill(states.new_state("fsdp 2"))
     total = torch.ones(())
@@ -159,16 +162,43 @@ def train_beside_a_save(folder: Path) -> tuple[float, str]:
             total /= 2
         saver.finish()
         state.step += 1
-        with patch.object(filesystem, "create", failing) if dist.get_rank() == 1 else warnings.catch_warnings():
-            saver.save(state)
-            with pytest.raises(OSError) as raised:
-                saver.finish()
-    return total.item(), str(raised.value)
+        errors = []
+        for owner, name in ((filesystem, "create"), (writer, "snapshot")):
+            with patch.object(owner, name, failing) if dist.get_rank() == 1 else warnings.catch_warnings():
+                saver.save(state)
+                with pytest.raises(OSError) as raised:
+                    saver.finish()
+            errors.append(str(raised.value))
+    return total.item(), errors
 
 
 def test_training_communicates_beside_a_save_and_all_ranks_learn_of_one_failure(tmp_path: Path) -> None:
     first, second = run_ranks(2, train_beside_a_save, tmp_path)
     assert first == second
     assert first[0] == 1.0
-    assert "rank 1: [Errno 5] Input/output error" in first[1]
+    assert all("rank 1: [Errno 5] Input/output error" in error for error in first[1])
     assert os.listdir(tmp_path) == ["step-00000042"]
+
+
+def questions_of_a_save(folder: Path, data_parallel: DataParallel) -> tuple[int, str]:
+    """How often training waits for other ranks in a save; and what all hear where one cannot take its state apart."""
+    states.forget_meshes()
+    state = TrainState(trained=build(ParallelConfig(data_parallel=data_parallel)))
+    with BackgroundSaver(folder) as saver:
+        with patch.object(saver._ranks, "_highest", wraps=saver._ranks._highest) as asked:
+            saver.save(state)
+        saver.finish()
+        if dist.get_rank() == 1:
+            state.step = -1
+        with pytest.raises(ValueError) as raised:
+            saver.save(state)
+    return asked.call_count, str(raised.value)
+
+
+@pytest.mark.parametrize(("data_parallel", "num_questions"), [("fsdp2", 1), ("fsdp1", 2)])
+def test_training_waits_once_for_the_slowest_rank_and_again_where_tensors_are_made_together(
+    tmp_path: Path, data_parallel: DataParallel, num_questions: int
+) -> None:
+    for asked, error in run_ranks(2, questions_of_a_save, tmp_path, data_parallel):
+        assert asked == num_questions
+        assert "rank 1: step=-1" in error
