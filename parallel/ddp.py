@@ -100,10 +100,9 @@ class CheckedDdp(DistributedDataParallel):
         self._expected, self._reached = set(trainable), set[str]()
         self._has_summed = False
         for fqn, parameter in trainable.items():
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._note, fqn))
-
-    def _note(self, fqn: str, _parameter: Tensor) -> None:
-        self._reached.add(fqn)
+            # Not a method: torch's reducer holds the parameters, out of the garbage collector's sight, so that a hook
+            # that refers to this module would keep it, and the process group, for good.
+            parameter.register_post_accumulate_grad_hook(functools.partial(_note, self._reached, fqn))
 
     def run(self, compute: Callable[[], None], *, reduce: bool) -> None:
         """Runs forward and backward of one micro-batch.
@@ -140,6 +139,10 @@ class CheckedDdp(DistributedDataParallel):
                 "micro-batch, so ranks do not know that their gradients are complete; set "
                 "buckets.find_unused_parameters=True, or freeze them"
             )
+
+
+def _note(reached: set[str], fqn: str, _parameter: Tensor) -> None:
+    reached.add(fqn)
 
 
 def _sum(state: tuple[dist.ProcessGroup, torch.dtype | None], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -1,7 +1,9 @@
 """DDP and ZeRO-1: what they replicate, and what they refuse."""
 
 import copy
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -49,6 +51,20 @@ def gradients_between_ranks(backend: str) -> float:
 @pytest.mark.parametrize("backend", ["ddp", "zero1"])
 def test_accumulation_leaves_every_rank_with_the_same_gradients(backend: str) -> None:
     assert run_ranks(2, gradients_between_ranks, backend) == [0.0, 0.0]
+
+
+def is_freed() -> bool:
+    """Whether a model that nobody refers to is gone after a step."""
+    trained = build(ParallelConfig(data_parallel="ddp"))
+    trained.forward_backward(batches(trained.mesh, 0))
+    module = weakref.ref(trained.model)
+    del trained
+    gc.collect()
+    return module() is None
+
+
+def test_a_model_that_is_let_go_of_is_freed_with_its_process_group() -> None:
+    assert run_ranks(2, is_freed) == [True, True]
 
 
 def gradients_in_buckets(num_micro_batches: int) -> tuple[int, int]:
