@@ -5,16 +5,20 @@ import gc
 import os
 import pickle
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 TIMEOUT_S = 60.0
+MANY_THREADS = 32
+"""Of a rank that waits for a call: torch still refers to groups of earlier ones, whose threads wake up all the time."""
 
 # A fork server forks ranks from a process that has imported torch and run nothing, so no thread pool of the
 # test process is inherited half-way.
@@ -23,6 +27,8 @@ _context = get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "parallel", "checkpoint"]
 )
+_num_frozen = 0
+"""How many modules a rank had imported when its collector last took the rest of its objects for lasting."""
 _pools: dict[int, "_Pool"] = {}
 
 
@@ -53,8 +59,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         _pools.pop(world_size).kill()
         raise
     failures = [f"rank {rank}:\n{text}" for rank, (failed, text) in enumerate(outcomes) if failed]
-    if failures:
+    if failures or _pools[world_size].is_worn():
         _pools.pop(world_size).kill()
+    if failures:
         raise RankError("\n".join(failures))
     return [value for _, value in outcomes]
 
@@ -100,6 +107,12 @@ class _Pool:
                     # The others may wait for this rank in a collective; give them a moment to notice.
                     timeout_s = min(timeout_s, 10.0)
         return [outcomes[rank] for rank in range(len(self.connections))]
+
+    def is_worn(self) -> bool:
+        """Whether ranks have kept many threads of earlier calls: FSDP1 keeps units whose parameters are all frozen."""
+        # Where the system does not show threads, ranks just become slower.
+        shown = [Path(f"/proc/{each.pid}/task") for each in self.processes]
+        return any(each.is_dir() and len(list(each.iterdir())) > MANY_THREADS for each in shown)
 
     def kill(self) -> None:
         """Ends the processes at once."""
@@ -150,6 +163,7 @@ def _forget() -> None:
     Lets go of every process group (each has threads, which go on waking up while anything refers to it) and of what the
     compiler has learned (it makes sizes symbols once it has met two of them).
     """
+    global _num_frozen
     import torch
     from torch.distributed.tensor import _collective_utils, _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -162,6 +176,10 @@ def _forget() -> None:
     torch.compiler.reset()
     # Models with hooks refer to themselves.
     gc.collect()
+    # Modules that this call has imported need not be looked at again.
+    if len(sys.modules) > _num_frozen:
+        gc.freeze()
+        _num_frozen = len(sys.modules)
 
 
 def _free_port() -> int:

@@ -7,6 +7,7 @@ import pytest
 from parallel import ParallelConfig
 from tests.covering import Row, all_pairs, covering_rows, pairs
 from tests.parallel import test_parity as parity
+from tests.parallel.parity_on_rank import run_on_rank
 from tests.parallel.small_model import Run, adamw, difference
 from tests.ranks import run_ranks
 
@@ -96,7 +97,7 @@ def test_compiled_blocks_equal_one_process(method: str) -> None:
 def test_compiled_blocks_within_tensor_parallelism_equal_one_process(method: str) -> None:
     config = ParallelConfig(cp=2, cp_method=method, tp=2, compile=True)  # type: ignore[arg-type]
     # Four ranks that compile at the same time take minutes on two cores.
-    run = run_ranks(4, parity.run_on_rank, config, adamw, {}, 1, None, (), False, timeout_s=300.0)[0]
+    run = run_ranks(4, run_on_rank, config, adamw, {}, 1, None, (), False, timeout_s=300.0)[0]
     assert_same(run, parity.one_process("grouped-query", "unclipped", "adamw", "all trained"), 1e-12)
 
 

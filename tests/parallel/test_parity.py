@@ -5,13 +5,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from torch import nn
 
-import parallel.compile
 from parallel import Buckets, ParallelConfig, Sharding
 from tests.covering import Row, all_pairs, covering_rows, pairs
-from tests.parallel.small_model import Run, adamw, difference, fused_adamw, sgd, train
+from tests.parallel.parity_on_rank import run_halved, run_on_rank
+from tests.parallel.small_model import Run, adamw, difference, fused_adamw, sgd
 from tests.ranks import run_ranks
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -198,33 +196,6 @@ def run_case(world_size: int, layout: dict[str, Any], case: Case) -> Run:
     return runs[0]
 
 
-def run_on_rank(
-    config: ParallelConfig,
-    optimizer: Callable[..., Any],
-    model: dict[str, Any],
-    micro_batches: int,
-    max_norm: float,
-    frozen: tuple[str, ...],
-    by_predicate: bool,
-) -> Run:
-    """One rank of a case."""
-    parallel.compile.BACKEND = "aot_eager"
-    return train(
-        config,
-        optimizer,
-        model=model,
-        num_micro_batches=micro_batches,
-        max_norm=max_norm,
-        frozen=frozen,
-        units=is_unit if by_predicate else None,
-    )
-
-
-def is_unit(fqn: str, _module: nn.Module) -> bool:
-    """The second block alone; the root takes the rest."""
-    return fqn == "blocks.1"
-
-
 def is_slow(case: Case) -> bool:
     """Rows that take seconds: compiled ones, and those on 8 ranks."""
     return COMPILE[case.compiled] or LAYOUTS[case.layout][0] == 8
@@ -250,8 +221,3 @@ def test_a_wrong_scale_of_gradients_would_fail_the_table() -> None:
     reference = one_process("grouped-query", "unclipped", "sgd", "all trained")
     halved: Run = run_ranks(1, run_halved)[0]
     assert difference(halved.parameters["head.weight"], reference.parameters["head.weight"]) > 1e-6
-
-
-def run_halved() -> Run:
-    """SGD whose gradients are half as large."""
-    return train(ParallelConfig(data_parallel="none"), lambda named: torch.optim.SGD(list(named.values()), lr=0.25))
