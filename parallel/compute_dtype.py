@@ -1,6 +1,7 @@
 """Runs a model in another dtype than its parameters are stored in, without sharding them."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class ComputeDtype(nn.Module):
     Attributes:
         module: The model.
         dtype: Dtype of the forward.
-        apart: Modules that cast their own.
+        fqns: Parameters that it casts.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, apart: tuple[str, ...] = ()) -> None:
@@ -83,11 +84,12 @@ class ComputeDtype(nn.Module):
             apart: Modules that cast their own.
         """
         super().__init__()
-        self.module, self.dtype, self.apart = module, dtype, tuple(f"{fqn}." for fqn in apart)
+        self.module, self.dtype = module, dtype
+        starts = tuple(f"{fqn}." for fqn in apart)
+        # By name: the replicas of `DataParallel` have tensors where the model has parameters.
+        self.fqns = [fqn for fqn, _ in module.named_parameters() if not fqn.startswith(starts)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
-        cast = {
-            fqn: each.to(self.dtype) for fqn, each in self.module.named_parameters() if not fqn.startswith(self.apart)
-        }
+        cast = {fqn: attrgetter(fqn)(self.module).to(self.dtype) for fqn in self.fqns}
         return functional_call(self.module, cast, args, kwargs)

@@ -17,6 +17,18 @@ class OneProcessManyDevices(OneProcess):
 
     wraps_before_materialize = False
 
+    def check(self, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> None:
+        """Refuses blocks that run in a forward of their own where there are several GPUs.
+
+        Replicas would get that forward with the parameters of the first GPU.
+        """
+        if torch.cuda.device_count() > 1 and (config.compile or config.activation_checkpointing != "none"):
+            raise ValueError(
+                f"data_parallel='dp' on {torch.cuda.device_count()} GPUs copies modules, but not what compile="
+                f"{config.compile} or activation_checkpointing={config.activation_checkpointing!r} makes of blocks; "
+                "leave both out, or use data_parallel='ddp'"
+            )
+
     def wrap(self, model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: ParallelPlan) -> nn.Module:
         """Wraps the model where there are several GPUs; warns where there are not, and leaves it as it is."""
         wrapped = super().wrap(model, mesh, config, plan)

@@ -1,5 +1,6 @@
 """Names what the ledger cannot predict exactly, with a bound and the reason."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from parallel.ledger.block_sizes import runs_on_copies
@@ -9,9 +10,6 @@ from parallel.traits import TRAITS
 
 PROMISE = 0.03
 """Largest error of a predicted peak, as a share of what is traced, where nothing is listed."""
-
-
-_SUMMED = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,95 +35,155 @@ class Bound:
         return self.share is None
 
 
-def bounds_of(parts: ModelParts) -> tuple[Bound, ...]:
+class _Facts:
+    """What decides which terms of a layout are not exact."""
+
+    def __init__(self, parts: ModelParts, num_devices: int) -> None:
+        self.num_devices = num_devices
+        self.parts, self.config, self.traits = parts, parts.config, TRAITS[parts.config.data_parallel]
+        self.has_experts = parts.whole.shape.num_experts > 0
+        # What balances experts has no gradient in any case.
+        own = (each for each in parts.parameters if not each.fqn.endswith(".selection_bias"))
+        self.is_frozen = not all(each.trainable for each in own)
+        self.splits_backward = self.config.pp > 1 and traits_of(self.config).splits_backward
+        self.is_cut_flat = self.traits.flattens and num_shards(self.config) > 1
+
+    def has_summed_adapters(self) -> bool:
+        """Whether there are adapters beside maps whose output ranks of `tp` sum."""
+        names = [f".{name}.adapter." for name in ("o_proj", "down_proj")]
+        return self.config.tp > 1 and any(name in each.fqn for each in self.parts.parameters for name in names)
+
+
+_TERMS: tuple[tuple[Callable[[_Facts], bool], Bound], ...] = (
+    (
+        lambda its: [each.fqn for each in its.parts.whole.first] != ["embed"],
+        Bound(
+            term="a model of another make",
+            share=None,
+            reason="the closed form follows the ops of our own decoders",
+        ),
+    ),
+    (
+        lambda its: its.has_experts and its.config.ep > 1,
+        Bound(
+            term="units of experts",
+            share=0.15,
+            reason="they are taken as gathered with their block, though each is gathered by itself",
+        ),
+    ),
+    (
+        lambda its: its.has_experts and its.config.cp_method == "ulysses",
+        Bound(
+            term="experts of split sequences",
+            share=0.05,
+            reason="the stream that heads and tokens are exchanged for stays a little longer before them",
+        ),
+    ),
+    (
+        lambda its: its.has_experts and its.splits_backward,
+        Bound(
+            term="experts where backward is split",
+            share=0.25,
+            reason="the gradients of their weights are taken as computed on the way to their input",
+        ),
+    ),
+    (
+        lambda its: its.traits.flattens and its.is_frozen,
+        Bound(
+            term="frozen parameters in flattened units",
+            share=0.30,
+            reason="torch makes gradients, and keeps inputs, for a whole unit where any of its parameters is trained",
+        ),
+    ),
+    (
+        lambda its: (
+            runs_on_copies(its.parts) and not its.traits.flattens and its.config.activation_checkpointing != "none"
+        ),
+        Bound(
+            term="copies that blocks make themselves",
+            share=0.15,
+            reason="they are taken as made of the whole model at once, though blocks that are computed again free "
+            "their own",
+        ),
+    ),
+    (
+        lambda its: its.has_summed_adapters(),
+        Bound(
+            term="adapters of maps whose output ranks sum",
+            share=0.10,
+            reason="where their own sums over ranks are kept is not followed",
+        ),
+    ),
+    (
+        lambda its: its.config.compile,
+        Bound(
+            term="compiled blocks",
+            share=0.30,
+            reason="the compiler decides which results it keeps; what blocks hold uncompiled was up to 24 % more and "
+            "22 % less in what was measured",
+        ),
+    ),
+    (
+        lambda its: its.splits_backward and its.is_frozen,
+        Bound(
+            term="frozen parameters where backward is split",
+            share=None,
+            reason="which walks torch then takes through the graph is not followed",
+        ),
+    ),
+    (
+        lambda its: its.is_cut_flat and its.config.sharding.units == "model",
+        Bound(
+            term="a flattened unit of the whole model",
+            share=0.10,
+            reason="parts of it lie in it while gradients are joined, which is followed for units of a block",
+        ),
+    ),
+    (
+        lambda its: its.traits.flattens and bool(its.parts.whole.tied) and its.config.precision.compute != "stored",
+        Bound(
+            term="a tied embedding in flattened units in the compute dtype",
+            share=0.05,
+            reason="when its gathered copy goes is not followed",
+        ),
+    ),
+    (
+        lambda its: its.traits.gathers_centrally and its.num_devices > 1,
+        Bound(
+            term="replicas of one process",
+            share=None,
+            reason="their threads interleave as they happen to, and no step without GPUs can check what they hold; "
+            "states of the first GPU, copies on the others and traffic follow from torch's code",
+        ),
+    ),
+    (
+        lambda its: its.config.sharding.units == "size",
+        Bound(
+            term="units within blocks",
+            share=0.10,
+            reason="they are taken as gathered with their block, though each is gathered by itself",
+        ),
+    ),
+    (
+        lambda its: its.config.cp_method == "ring" and its.config.activation_checkpointing == "selective",
+        Bound(
+            term="what a ring keeps for backward",
+            share=0.05,
+            reason="the parts that its later steps compute again, and join, are not followed one by one",
+        ),
+    ),
+)
+
+
+def bounds_of(parts: ModelParts, num_devices: int = 1) -> tuple[Bound, ...]:
     """What is not exact for a layout; nothing is wrong with model states and traffic.
 
     Args:
         parts: The rank's part of the model.
+        num_devices: GPUs of the rank.
     """
-    config, traits = parts.config, TRAITS[parts.config.data_parallel]
-    has_experts = parts.whole.shape.num_experts > 0
-    # What balances experts has no gradient in any case.
-    is_frozen = not all(each.trainable for each in parts.parameters if not each.fqn.endswith(".selection_bias"))
-    first = [block.fqn for block in parts.whole.first]
-    cases = (
-        (first != ["embed"], "a model of another make", None, "the closed form follows the ops of our own decoders"),
-        (
-            has_experts and config.ep > 1,
-            "units of experts",
-            0.15,
-            "they are taken as gathered with their block, though each is gathered by itself",
-        ),
-        (
-            has_experts and config.cp_method == "ulysses",
-            "experts of split sequences",
-            0.05,
-            "the stream that heads and tokens are exchanged for stays a little longer before them",
-        ),
-        (
-            has_experts and config.pp > 1 and traits_of(config).splits_backward,
-            "experts where backward is split",
-            0.25,
-            "the gradients of their weights are taken as computed on the way to their input",
-        ),
-        (
-            traits.flattens and is_frozen,
-            "frozen parameters in flattened units",
-            0.30,
-            "torch makes gradients, and keeps inputs, for a whole unit where any of its parameters is trained",
-        ),
-        (
-            runs_on_copies(parts) and not traits.flattens and config.activation_checkpointing != "none",
-            "copies that blocks make themselves",
-            0.15,
-            "they are taken as made of the whole model at once, though blocks that are computed again free their own",
-        ),
-        (
-            config.tp > 1 and any(f".{name}.adapter." in each.fqn for each in parts.parameters for name in _SUMMED),
-            "adapters of maps whose output ranks sum",
-            0.10,
-            "where their own sums over ranks are kept is not followed",
-        ),
-        (
-            config.compile,
-            "compiled blocks",
-            0.30,
-            "the compiler decides which results it keeps; what blocks hold uncompiled was up to 24 % more and 22 % "
-            "less in what was measured",
-        ),
-        (
-            config.pp > 1 and traits_of(config).splits_backward and is_frozen,
-            "frozen parameters where backward is split",
-            None,
-            "which walks torch then takes through the graph is not followed",
-        ),
-        (
-            traits.flattens and num_shards(config) > 1 and config.sharding.units == "model",
-            "a flattened unit of the whole model",
-            0.10,
-            "parts of it lie in it while gradients are joined, which is followed for units of a block",
-        ),
-        (
-            traits.flattens and bool(parts.whole.tied) and config.precision.compute != "stored",
-            "a tied embedding in flattened units in the compute dtype",
-            0.05,
-            "when its gathered copy goes is not followed",
-        ),
-        (traits.gathers_centrally, "replicas of one process", None, "their threads interleave as they happen to"),
-        (
-            config.sharding.units == "size",
-            "units within blocks",
-            0.10,
-            "they are taken as gathered with their block, though each is gathered by itself",
-        ),
-        (
-            config.cp_method == "ring" and config.activation_checkpointing == "selective",
-            "what a ring keeps for backward",
-            0.05,
-            "the parts that its later steps compute again, and join, are not followed one by one",
-        ),
-    )
-    return tuple(Bound(term=term, share=share, reason=reason) for applies, term, share, reason in cases if applies)
+    facts = _Facts(parts, num_devices)
+    return tuple(bound for applies, bound in _TERMS if applies(facts))
 
 
 def promised_share(bounds: tuple[Bound, ...]) -> float:

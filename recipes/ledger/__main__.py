@@ -10,6 +10,7 @@ from rich.console import Console
 
 from parallel.checks import check_integer
 from parallel.ledger.optimizer_memory import kernels_of
+from parallel.traits import TRAITS
 from recipes.command import parse
 from recipes.compare.job import run_job
 from recipes.find import find_recipe
@@ -41,6 +42,7 @@ class LedgerCommand:
     Attributes:
         world_size: Ranks of a job to look at one rank of, without running it. None: a real step.
         rank: That rank.
+        devices: GPUs of the one process of data_parallel='dp' in such a job.
         nproc: Ranks of the real step; default: one for each GPU, or 2 without any.
         optimizer: What takes the step; recipes train with AdamW.
         json: Print JSON.
@@ -51,6 +53,7 @@ class LedgerCommand:
 
     world_size: int | None = None
     rank: int = 0
+    devices: int = 1
     nproc: int | None = None
     optimizer: str = "adamw"
     json: bool = False
@@ -68,9 +71,17 @@ class LedgerCommand:
             raise ValueError(f"limit_s={self.limit_s} must be more than 0 s")
         if self.nproc is not None:
             check_integer("nproc", self.nproc, minimum=1)
+        check_integer("devices", self.devices, minimum=1)
+        if self.devices > 1 and not TRAITS[self.recipe.parallel.data_parallel].gathers_centrally:
+            raise ValueError(
+                f"devices={self.devices} is for data_parallel='dp', whose one process has several GPUs; every other "
+                "backend takes a rank for each: say --world-size"
+            )
         if self.world_size is None:
-            if self.rank:
-                raise ValueError(f"rank={self.rank} is for a job that does not run; say --world-size too")
+            for name in ("rank", "devices"):
+                if getattr(self, name) != getattr(type(self), name):
+                    value = getattr(self, name)
+                    raise ValueError(f"{name}={value} is for a job that does not run; say --world-size too")
             return
         if not 1 <= self.world_size <= MAX_WORLD_SIZE:
             raise ValueError(f"world_size={self.world_size} must be from 1 to {MAX_WORLD_SIZE:,}")
@@ -139,7 +150,7 @@ def _real(command: LedgerCommand, console: Console) -> bool:
 def _dry(command: LedgerCommand, world_size: int, console: Console) -> bool:
     from recipes.ledger.dry import dry_ledger
 
-    ledger = dry_ledger(command.recipe, world_size, command.rank, command.optimizer)
+    ledger = dry_ledger(command.recipe, world_size, command.rank, command.optimizer, command.devices)
     if command.json:
         print(json.dumps(dry_json(command.recipe, ledger)))
     else:

@@ -37,7 +37,7 @@ class DryLedger:
     time_s: float
 
 
-def dry_ledger(recipe: Recipe, world_size: int, rank: int, optimizer: str = "adamw") -> DryLedger:
+def dry_ledger(recipe: Recipe, world_size: int, rank: int, optimizer: str = "adamw", num_devices: int = 1) -> DryLedger:
     """Builds a recipe as one rank of many and takes a step.
 
     Args:
@@ -45,6 +45,7 @@ def dry_ledger(recipe: Recipe, world_size: int, rank: int, optimizer: str = "ada
         world_size: Ranks of the job.
         rank: The rank to be.
         optimizer: One of `OPTIMIZERS`.
+        num_devices: GPUs of the process, over which `dp` splits micro-batches.
 
     Raises:
         ValueError: If the recipe does not fit that many ranks, the rank is none of them, or the ledger does not know
@@ -56,8 +57,8 @@ def dry_ledger(recipe: Recipe, world_size: int, rank: int, optimizer: str = "ada
     num_micro_batches = recipe.training.num_micro_batches(config.dp_replicate * config.dp_shard)
     with fake_world(world_size, rank):
         coordinates = coordinates_of(build_mesh(recipe.parallel, "cpu"))
-    predicted = forecast(recipe, world_size, coordinates, num_micro_batches, optimizer)
-    why_not = check_fake(recipe)
+    predicted = forecast(recipe, world_size, coordinates, num_micro_batches, optimizer, num_devices=num_devices)
+    why_not = check_fake(recipe, num_devices)
     traced = None
     if why_not is None:
         traced, _ = fake_step(recipe, world_size, rank, num_micro_batches, look=coordinates_of, optimizer=optimizer)

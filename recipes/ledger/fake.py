@@ -24,14 +24,15 @@ from recipes.recipe import Recipe
 T = TypeVar("T")
 
 
-def check_fake(recipe: Recipe) -> str | None:
+def check_fake(recipe: Recipe, num_devices: int = 1) -> str | None:
     """Why a step of a recipe cannot be taken without values; None: it can.
 
     Args:
         recipe: With its layout.
+        num_devices: GPUs of the process.
     """
     traits = TRAITS[recipe.parallel.data_parallel]
-    if traits.gathers_centrally:
+    if traits.gathers_centrally and num_devices > 1:
         return "its replicas are threads of one process"
     if traits.flattens and recipe.lora.rank:
         return "fsdp1 looks at addresses to see which frozen parameters it has gathered, and there are none"

@@ -14,6 +14,7 @@ from parallel.ledger.memory import MemoryForecast, predict_memory, routing_bound
 from parallel.ledger.optimizer_memory import kernels_of
 from parallel.ledger.padding import elements
 from parallel.ledger.parts import ModelParts, model_parts, num_shards
+from parallel.ledger.replicas_of_one_process import ReplicaForecast, predict_replicas
 from parallel.ledger.states import Moments, predict_states
 from parallel.ledger.stretches import kept_results
 from parallel.ledger.term import Term
@@ -45,6 +46,7 @@ class Forecast:
             `stored` in float32, both without units in flight.
         flops_per_token: Of the model, by convention.
         hardware_flops_per_token: With what backward computes again, by convention.
+        replicas: What further GPUs of the process hold and get; None: there are none.
     """
 
     states: Moments
@@ -56,6 +58,7 @@ class Forecast:
     accountings: Mapping[str, float]
     flops_per_token: Mapping[str, int]
     hardware_flops_per_token: Mapping[str, int]
+    replicas: ReplicaForecast | None = None
 
 
 def forecast(
@@ -65,6 +68,7 @@ def forecast(
     num_micro_batches: int,
     optimizer: str = "adamw",
     expert_rows: int | None = None,
+    num_devices: int = 1,
 ) -> Forecast:
     """What one rank is to do in a step.
 
@@ -75,6 +79,7 @@ def forecast(
         num_micro_batches: Micro-batches of a step.
         optimizer: One of `OPTIMIZERS`; recipes train with AdamW.
         expert_rows: Rows of a micro-batch that come to the experts of this rank in each layer. None: an even load.
+        num_devices: GPUs of the process, over which `dp` splits micro-batches.
 
     Raises:
         ValueError: If the ledger does not know the optimizer, or torch has no such kernels of it.
@@ -101,7 +106,7 @@ def forecast(
     flops: dict[str, int] = {each: training_flops_per_token(shape, length, each) for each in CONVENTIONS}
     kept, every = kept_results(config), config.activation_checkpoint_every
     again = {each: recomputed_flops_per_token(shape, length, each, kept, every=every) for each in CONVENTIONS}
-    bounds = bounds_of(parts)
+    bounds = bounds_of(parts, num_devices)
     if not any(bound.is_unknown for bound in bounds):
         bounds += routing_bounds(parts, batch, coordinates)
     return Forecast(
@@ -114,6 +119,7 @@ def forecast(
         accountings=_accountings(parts),
         flops_per_token=flops,
         hardware_flops_per_token={each: flops[each] + again[each] for each in CONVENTIONS},
+        replicas=predict_replicas(parts, batch, num_devices),
     )
 
 

@@ -62,7 +62,14 @@ def measure(recipe: Recipe, optimizer: str = "adamw") -> tuple[RankLedger, ...]:
     mine = RankLedger(
         rank=ranks.rank,
         mesh=mesh.describe(),
-        predicted=forecast(recipe, mesh.size, coordinates_of(mesh), num_micro_batches, optimizer),
+        predicted=forecast(
+            recipe,
+            mesh.size,
+            coordinates_of(mesh),
+            num_micro_batches,
+            optimizer,
+            num_devices=max(1, torch.cuda.device_count()),
+        ),
         traced=traced,
         process_peak_bytes=peak_bytes(mesh.device),
         reserved_bytes=torch.cuda.max_memory_reserved(mesh.device) if on_gpu else None,

@@ -1,5 +1,6 @@
 """Prints ledgers as tables, or as JSON can hold them."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -134,6 +135,7 @@ def _common(predicted: Forecast) -> dict[str, Any]:
         "ring_bytes": sum(
             ring_bytes(each.channel.kind, each.payload_bytes, each.channel.ranks) for each in predicted.terms
         ),
+        "replicas": None if predicted.replicas is None else dataclasses.asdict(predicted.replicas),
         "textbook": [
             {"form": each.text, "bytes": each.num_bytes} for each in (*predicted.state_forms, predicted.traffic_form)
         ],
@@ -188,6 +190,14 @@ def _print_rest(console: Console, predicted: Forecast, holds: bool) -> None:
     for each in predicted.bounds:
         how = "is not predicted" if each.share is None else f"makes the peak exact to {each.share:.0%} only"
         console.print(f"{each.term}: {how}, as {each.reason}", soft_wrap=True)
+    if (replicas := predicted.replicas) is not None:
+        sent = ", ".join(f"{what} {format_bytes(size)}" for what, size in replicas.sent_bytes.items())
+        console.print(
+            f"on {replicas.num_devices} GPUs the first holds the states above, each other one a copy of parameters "
+            f"({format_bytes(replicas.parameters)}) and its gradients ({format_bytes(replicas.gradients)}) within a "
+            f"micro-batch; over links in a step: {sent}. Predicted from torch's code: no GPU has checked it",
+            soft_wrap=True,
+        )
     rest, forward, backward = predicted.state_forms
     console.print(
         f"textbooks: states {rest.text} at rest, {forward.text} after forward, {backward.text} after backward; traffic "

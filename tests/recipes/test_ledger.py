@@ -181,6 +181,8 @@ def test_a_layout_that_nobody_can_run_is_an_error_in_one_line() -> None:
         (["--world-size", "4", "--rank", "4"], "rank=4 must be from 0 to 3"),
         (["--world-size", "4", "--nproc", "2"], "nproc=2 is for a real step"),
         (["--rank", "3"], "say --world-size too"),
+        (["--devices", "4"], "devices=4 is for data_parallel='dp'"),
+        (["--devices", "4", "--parallel.data-parallel", "dp"], "devices=4 is for a job that does not run"),
         (["--nproc", "0"], "nproc=0 must be at least 1"),
         (["--limit-s", "nan"], "limit_s=nan must be more than 0 s"),
     ],
@@ -227,7 +229,7 @@ def test_a_step_of_another_optimizer_or_kernel_is_predicted(optimizer: str, kern
 
 
 def test_what_has_no_step_without_values_says_why_and_is_predicted() -> None:
-    assert check_fake(small({"data_parallel": "dp"})) is not None
+    assert check_fake(small({"data_parallel": "dp"}), num_devices=4) is not None
     ((_, what, why_not, _),) = run_ranks(1, dry, small({"compile": True}), 4, 1)
     assert what == []
     assert "the compiler takes no part" in why_not

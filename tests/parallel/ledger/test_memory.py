@@ -45,6 +45,7 @@ def recipe(layout: dict[str, Any], model: dict[str, Any], *, documents: bool = F
 
 # Ranks, the rank to be, micro-batches, layout, model, whether there are documents.
 CASES: dict[str, tuple[int, int, int, dict[str, Any], dict[str, Any], bool]] = {
+    "dp on one device": (1, 0, 2, {"data_parallel": "dp", "precision": BF16}, {}, False),
     "one process": (1, 0, 2, {"data_parallel": "none"}, {}, False),
     "full_shard": (2, 0, 1, {}, ODD, False),
     "full_shard in bf16, reduced last": (2, 0, 2, {"precision": BF16, "reduce_gradients": "last"}, {}, False),
@@ -257,11 +258,16 @@ def test_the_closed_form_takes_milliseconds_whatever_the_size() -> None:
 
 def test_what_cannot_be_predicted_is_listed_with_its_reason() -> None:
     coordinates = dict.fromkeys(("pp", "fsdp", "loss", "cp", "tp"), 0)
-    for layout, world_size in (({"data_parallel": "dp"}, 1),):
-        predicted = forecast(recipe(layout, {"num_layers": 4}), world_size, coordinates, 4)
-        assert predicted.memory is None
-        assert [bound.share for bound in predicted.bounds if bound.is_unknown] == [None]
-        assert all(bound.reason for bound in predicted.bounds)
+    asked = recipe({"data_parallel": "dp"}, {"num_layers": 4})
+    predicted = forecast(asked, 1, coordinates, 4, num_devices=2)
+    assert predicted.memory is None and predicted.replicas is not None
+    assert [bound.share for bound in predicted.bounds if bound.is_unknown] == [None]
+    assert all(bound.reason for bound in predicted.bounds)
+    # 16 bytes a parameter on the first GPU, in both accountings; 8 on others while a micro-batch runs.
+    held = predicted.states.after_backward
+    others = predicted.replicas.parameters + predicted.replicas.gradients
+    assert held.parameters + held.gradients + held.optimizer_state == pytest.approx(2 * others, rel=1e-3)
+    assert set(predicted.accountings.values()) == {2 * others}
 
 
 def test_the_peak_of_a_model_with_other_modules_is_not_predicted() -> None:
