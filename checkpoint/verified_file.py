@@ -98,17 +98,6 @@ class VerifiedFile:
             first = block * self.block_bytes
             raise ValueError(self.damage(first, min(first + self.block_bytes, self.stored.num_bytes)))
 
-    def expect(self, start: int, stop: int) -> None:
-        """Lets the disk start on bytes that will be read soon; a hint where it is known.
-
-        Args:
-            start: The first of them.
-            stop: The byte after the last.
-        """
-        if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):
-                os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
-
     def damaged(self, start: int, stop: int) -> list[str]:
         """Says what is damaged in a stretch of the file.
 

@@ -12,11 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from checkpoint import ShardReader, extents, files, reader, verified_file
+from checkpoint import ShardReader, files, verified_file
 from checkpoint.boxes import Box
 from checkpoint.layout import Layout
 from checkpoint.reader import Slice
-from checkpoint.reads import NUM_AHEAD
 from tests.checkpoint import folders
 from tests.checkpoint.folders import part
 
@@ -119,32 +118,6 @@ def test_column_shards_read_no_block_that_they_do_not_touch(tmp_path: Path) -> N
     # Rows of 256 KiB, of which 128 are needed: at most one block more on either side.
     assert bytes_read(path, [half]) <= 16 * (128 + 32) * KIB
     assert torch.equal(half.out, wide[:, 32 * KIB :])
-
-
-def test_the_disk_is_told_of_every_read_before_it_and_of_nothing_else(large: tuple[Path, dict[str, Tensor]]) -> None:
-    path, tensors = large
-    told, read = list[tuple[Path, int, int]](), list[tuple[Path, int, int]]()
-
-    class Watched(verified_file.VerifiedFile):
-        def expect(self, start: int, stop: int) -> None:
-            told.append((self.path, start, stop))
-            super().expect(start, stop)
-
-        def read(self, places: Sequence[verified_file.Extent]) -> None:
-            span = self.path, places[0].start, places[-1].stop
-            # The header is read when a file is opened first.
-            if hasattr(self, "header"):
-                assert span in told
-                read.append(span)
-            super().read(places)
-
-    outs = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    with patch.object(reader, "VerifiedFile", Watched), patch.object(extents, "READ_BYTES", 64 * KIB):
-        reads = ShardReader(path).prepare(Slice(name, (0,) * out.dim(), out) for name, out in outs.items())
-        reads.run()
-    assert len(read) > 2 * NUM_AHEAD
-    assert sorted(told) == sorted(read)
-    assert all(torch.equal(outs[name], tensor) for name, tensor in tensors.items())
 
 
 def test_no_file_is_opened_that_holds_nothing_of_a_slice(path: Path) -> None:
