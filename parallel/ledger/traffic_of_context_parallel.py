@@ -1,6 +1,7 @@
 """Predicts what `cp` sends: keys and values, or heads, so that attention sees whole sequences."""
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 
@@ -84,13 +85,22 @@ def whole_row_terms(parts: ModelParts, num_rows: int | None, num_tokens: int) ->
             yield Term(name="choices of whole rows", channel=gather, payload_bytes=len(blocks) * choices)
 
 
+@cache
+def exchanges_again(method: str | None, checkpointing: str, policy: str) -> bool:
+    """Whether checkpointed blocks gather or exchange a second time in backward, because nothing kept what came.
+
+    Args:
+        method: How `cp` exchanges.
+        checkpointing: What is checkpointed.
+        policy: What selective checkpointing keeps.
+    """
+    if checkpointing == "selective" and method == "allgather":
+        keep = POLICIES[policy]()
+        return not all(keep(op, ()) for op in GATHERS)
+    return checkpointing != "none"
+
+
 def _blocks_again(parts: ModelParts) -> int:
-    """Blocks that gather or exchange a second time in backward, because nothing kept what they were given."""
     config = parts.config
-    if config.activation_checkpointing == "none":
-        return 0
-    if config.activation_checkpointing == "selective" and config.cp_method == "allgather":
-        keep = POLICIES[config.activation_checkpoint_policy]()
-        if all(keep(op, ()) for op in GATHERS):
-            return 0
-    return len(parts.plan.blocks[:: config.activation_checkpoint_every])
+    again = exchanges_again(config.cp_method, config.activation_checkpointing, config.activation_checkpoint_policy)
+    return len(parts.plan.blocks[:: config.activation_checkpoint_every]) if again else 0

@@ -6,6 +6,10 @@ from parallel.config import ActivationCheckpointing
 from parallel.ledger.flops import num_parameters
 from parallel.plan import ModelShape
 
+DENSE_TENSORS, ROUTER_TENSORS, SHARED_TENSORS = 9, 1, 3
+"""Weights of a block: four of attention, three of the feed-forward layer, to which those of experts are stacked, and
+two norms; and what a router and an expert that every token passes add to them."""
+
 
 class ExpertCosts(NamedTuple):
     """The layers with experts, per layer of the whole model where nothing else is said.
@@ -41,6 +45,8 @@ class ModelCosts(NamedTuple):
         num_heads: Query heads.
         vocab_size: Entries of the vocabulary.
         block: Parameters of a block, on average.
+        whole: Those of them that ranks of `tp` do not split: norms and routers.
+        tensors: In how many tensors they are, on average.
         embedding: Parameters of the embedding.
         head: Those of the head that are not the embedding's.
         total: Parameters of the model.
@@ -57,6 +63,8 @@ class ModelCosts(NamedTuple):
     num_heads: int
     vocab_size: int
     block: float
+    whole: float
+    tensors: float
     embedding: int
     head: int
     total: int
@@ -70,6 +78,20 @@ class ModelCosts(NamedTuple):
             ep: Ranks that share the experts.
         """
         return self.experts.parameters / ep if self.experts is not None else 0.0
+
+    def part_of_block(self, tp: int) -> float:
+        """Parameters of a block that a rank of `tp` has, on average.
+
+        Args:
+            tp: Ranks that share each matrix.
+        """
+        return (self.block - self.whole) / tp + self.whole
+
+    @property
+    def matmuls(self) -> float:
+        """Elements of the matrices of a block that a token meets, on average."""
+        routers = 0.0 if self.experts is None else self.experts.share * self.experts.number
+        return self.width * (2 * self.query_width + 2 * self.kv_width + 3 * self.wide + routers)
 
 
 def model_costs(shape: ModelShape, frozen: float = 0.0) -> ModelCosts:
@@ -94,6 +116,8 @@ def model_costs(shape: ModelShape, frozen: float = 0.0) -> ModelCosts:
         num_heads=shape.num_heads,
         vocab_size=shape.vocab_size,
         block=(total - embedding - head - shape.width) / shape.num_layers,
+        whole=shape.width * (2 + sparse * shape.num_experts),
+        tensors=DENSE_TENSORS + sparse * (ROUTER_TENSORS + (SHARED_TENSORS if shared else 0)),
         embedding=embedding,
         head=head,
         total=total,

@@ -10,22 +10,26 @@ from parallel.planner.constants import Constants
 from parallel.planner.costs import BFLOAT16, FLOAT32, ModelCosts
 from parallel.planner.hardware import Gpu
 from parallel.planner.links import GB, Link
+from parallel.planner.pipeline import StageLoad
+from parallel.planner.states import own_root
 from parallel.planner.waiting import Ranks, exposed
 from parallel.traits import TRAITS
 
 MIB = 2**20
+KEEPS = ("shard_grad_op", "zero2")
+"""How the names of strategies end that keep parameters from forward to backward."""
 
 
 class Work(NamedTuple):
     """What a rank computes in a step, behind which parameters and gradients can travel.
 
     Attributes:
-        blocks: Its blocks.
+        load: What the rank runs that holds most of the model.
         forward_s: Forward of one block for one micro-batch.
         behind_s: All of it, with waiting for `tp`.
     """
 
-    blocks: int
+    load: StageLoad
     forward_s: float
     behind_s: float
 
@@ -54,19 +58,19 @@ class Held(NamedTuple):
         return self._replace(blocks=share * self.blocks, routed=share * self.routed, root=share * self.root)
 
 
-def elements_held(costs: ModelCosts, config: ParallelConfig, options: Options, blocks: int) -> Held:
-    """What a rank has to gather.
+def elements_held(costs: ModelCosts, config: ParallelConfig, options: Options, load: StageLoad) -> Held:
+    """What the rank of a pipeline that holds most has to gather.
 
     Args:
         costs: The model.
         config: The layout.
         options: How it groups and sends.
-        blocks: Blocks of the rank.
+        load: What that rank runs.
     """
-    own, routed = costs.block / config.tp, 0.0
+    own, routed = costs.part_of_block(config.tp), 0.0
     if config.ep > 1:
         own, routed = own - costs.routed(1) / config.tp, costs.routed(config.ep) / config.tp
-    root = (costs.embedding + (costs.head if config.pp == 1 else 0)) / config.tp
+    blocks, root = load.num_blocks, own_root(costs, config, load)
     by_size = parts_of_block(costs, options.unit_min_parameters) if options.units == "size" else 1
     return Held(blocks * own, blocks * routed, root, 1 if options.units == "model" else blocks * by_size + 2)
 
@@ -95,7 +99,7 @@ def data_parallel_s(
         constants: How well collectives overlap.
     """
     config, traits, itemsize = candidate.config, TRAITS[candidate.config.data_parallel], candidate.itemsize
-    held = elements_held(costs, config, options, work.blocks)
+    held = elements_held(costs, config, options, work.load)
     times = candidate.num_micro_batches
     reduced = FLOAT32 if itemsize == FLOAT32 or options.reduce == "float32" else BFLOAT16
     once = candidate.reduce_gradients == "last" or config.pp > 1 or not traits.sums_each_micro_batch
@@ -104,7 +108,9 @@ def data_parallel_s(
     summed = held if traits.flattens else held.times(costs.trained)
     if config.resolved_strategy == "no_shard":
         return _whole_s(options, summed, reductions * reduced, work, ranks, constants)
-    gathers = 1 if config.pp > 1 else times
+    # FSDP1 frees what forward kept when it sums gradients.
+    stays = config.pp > 1 or (traits.flattens and once and config.resolved_strategy.endswith(KEEPS))
+    gathers = 1 if stays else times
     sent_s = gathers * _gathers_s(config, options, held, itemsize, ranks, constants)
     sent_s += reductions * _over_shards(summed, "reduce_scatter", reduced, ranks, held.units)
     part = reduced * (summed.blocks + summed.root) / num_shards(config)
@@ -126,15 +132,19 @@ def _gathers_s(
     """Gathers of one micro-batch: all units in forward, and in backward those that are freed in between."""
     traits = TRAITS[config.data_parallel]
     sent_s = _over_shards(held, "all_gather", itemsize, ranks, held.units)
-    frees = config.pp == 1 and config.resolved_strategy in ("full_shard", "hybrid_shard") and options.units != "model"
-    if not frees:
+    if config.pp > 1 or config.resolved_strategy not in ("full_shard", "hybrid_shard"):
         return sent_s
+    if options.units == "model":
+        # Experts that `ep` carves out are units nevertheless.
+        return sent_s + (ranks.experts.time_s("all_gather", itemsize * held.routed) if held.routed else 0.0)
     # Of block units embedding and head are not gathered for backward, which needs none of their weights.
     again = held if traits.flattens or options.units == "size" else held._replace(root=0.0, units=held.units - 2)
     if options.reshard_group is None:
         return sent_s + _over_shards(again, "all_gather", itemsize, ranks, again.units)
     near = Link(options.reshard_group, config.tp, ranks.gpu, constants)
-    return sent_s + near.time_s("all_gather", itemsize * (again.blocks + again.routed + again.root), again.units)
+    sent_s += near.time_s("all_gather", itemsize * (again.blocks + again.root), again.units)
+    # Experts that `ep` carves out are kept by no group.
+    return sent_s + (ranks.experts.time_s("all_gather", itemsize * again.routed, again.units) if again.routed else 0.0)
 
 
 def _over_shards(held: Held, kind: Kind, itemsize: int, ranks: Ranks, count: float) -> float:
@@ -160,24 +170,25 @@ def _whole_s(
     sent_s = over.time_s("all_reduce", sent, count)
     # The last bucket is full when nothing is left to compute.
     wait_s = over.time_s("all_reduce", size, 1) if buckets else 0.0
+    wait_s = max(exposed(sent_s, work.behind_s, constants), constants.interference * sent_s + wait_s)
     if traits.splits_optimizer_rows:
         # After the optimizer nothing runs behind which parameters could travel.
         wait_s += over.time_s("all_gather", FLOAT32 * (summed.blocks + summed.root), summed.units)
-    return max(exposed(sent_s, work.behind_s, constants), constants.interference * sent_s + wait_s)
+    return wait_s
 
 
-def host_s(costs: ModelCosts, candidate: Candidate, blocks: int, gpu: Gpu) -> float:
+def host_s(costs: ModelCosts, candidate: Candidate, load: StageLoad, gpu: Gpu) -> float:
     """Seconds that a step is longer for states in host memory: shards come and gradients go, and AdamW runs there.
 
     Args:
         costs: The model.
         candidate: The layout and what varies within it.
-        blocks: Blocks of the rank.
+        load: What the rank runs.
         gpu: Its link to the host and that one's memory.
     """
     if not candidate.config.sharding.cpu_offload:
         return 0.0
-    held = elements_held(costs, candidate.config, PLAIN, blocks)
+    held = elements_held(costs, candidate.config, PLAIN, load)
     own = (held.blocks + held.root) / num_shards(candidate.config)
     own += held.routed * candidate.config.ep / num_shards(candidate.config)
     times = candidate.num_micro_batches if candidate.config.pp == 1 else 1

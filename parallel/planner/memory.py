@@ -3,12 +3,12 @@
 from typing import Literal, NamedTuple
 
 from parallel.ledger.parts import num_shards
-from parallel.ledger.states import ADAM_MOMENTS
 from parallel.planner.candidate import Candidate
 from parallel.planner.constants import Constants
 from parallel.planner.costs import FLOAT32, KEEP_ALL, ModelCosts, kept_bytes
 from parallel.planner.gathering import parts_of_block
 from parallel.planner.pipeline import StageLoad, stage_loads
+from parallel.planner.states import own_elements, predict_states
 from parallel.traits import TRAITS
 
 Logits = Literal["chunked", "eager"]
@@ -58,9 +58,7 @@ def predict_memory(
 ) -> Memory:
     """The peak of the rank that holds most.
 
-    Parameters, gradients and moments are in float32 (4 + 4 + 8 bytes a parameter over the ranks that share it, the
-    last two of trained ones alone), which the ledger predicts to the byte; padding of uneven shards, less than 0.1 % of
-    large models, is left out here.
+    Parameters, gradients and moments are those of `parallel.planner.states`.
 
     Args:
         costs: The model.
@@ -85,18 +83,15 @@ def _peak_of_stage(
     config = candidate.config
     tp, shards, itemsize = config.tp, num_shards(config), candidate.itemsize
     embedding = costs.embedding if load.has_embedding else 0
-    own = load.num_blocks * costs.block / tp + (embedding + (costs.head if load.has_head else 0)) / tp
-    unit = largest_unit(costs, candidate)
-    stored = FLOAT32 * own / shards
-    rows = config.dp_replicate * config.cp if TRAITS[config.data_parallel].splits_optimizer_rows else shards
-    moments = ADAM_MOMENTS * FLOAT32 * costs.trained * own / rows
+    unit, own = largest_unit(costs, candidate), own_elements(costs, config, load)
+    stored, summed_once, moments = predict_states(costs, config, load)
     # Gradients that are summed once a step stay whole until then.
     once = candidate.reduce_gradients == "last" and (candidate.num_micro_batches > 1 or config.pp > 1)
-    gradients = FLOAT32 * costs.trained * own / (1 if once else shards)
+    gradients = summed_once * (shards if once else 1)
     earlier = gradients if once or candidate.num_micro_batches > 1 else 0.0
     host = 0.0
     if config.sharding.cpu_offload:
-        host, stored, moments = stored + moments + FLOAT32 * costs.trained * own / shards, 0.0, 0.0
+        host, stored, moments = stored + moments + summed_once, 0.0, 0.0
         gradients, earlier = (gradients, earlier) if once else (0.0, 0.0)
 
     whole, in_flight = _gathered(costs, candidate, load, own, unit)
@@ -134,7 +129,7 @@ def largest_unit(costs: ModelCosts, candidate: Candidate) -> float:
         candidate: The layout and what varies within it.
     """
     config = candidate.config
-    block = (costs.block - costs.routed(1) + costs.routed(config.ep)) / config.tp
+    block = costs.part_of_block(config.tp) + (costs.routed(config.ep) - costs.routed(1)) / config.tp
     if candidate.options.units != "size":
         return block
     parts = parts_of_block(costs, candidate.options.unit_min_parameters)
@@ -150,7 +145,7 @@ def _gathered(costs: ModelCosts, candidate: Candidate, load: StageLoad, own: flo
     if stays:
         return (itemsize * own if TRAITS[config.data_parallel].shards or itemsize != FLOAT32 else 0.0), 0.0
     group = options.reshard_group
-    kept = itemsize * load.num_blocks * costs.block / config.tp / group if group else 0.0
+    kept = itemsize * load.num_blocks * costs.part_of_block(config.tp) / group if group else 0.0
     # A flattened root, with embedding and head, stays through backward.
     kept += itemsize * (costs.embedding + costs.head) / config.tp if TRAITS[config.data_parallel].flattens else 0.0
     return kept, (UNITS_IN_FLIGHT + max(0, options.prefetch - 1)) * itemsize * unit

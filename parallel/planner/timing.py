@@ -11,14 +11,17 @@ from parallel.planner.constants import Constants
 from parallel.planner.costs import FLOAT32, ModelCosts
 from parallel.planner.gathering import Work, data_parallel_s, host_s
 from parallel.planner.hardware import Gpu
-from parallel.planner.pipeline import bubble, most_blocks
+from parallel.planner.pipeline import blocks_of_ranks, bubble
+from parallel.planner.states import fullest
 from parallel.planner.waiting import (
     Ranks,
     between_stages_s,
     context_parallel_s,
+    ends_of_tensor_parallel_s,
     expert_parallel_s,
     tensor_parallel_s,
 )
+from parallel.schedules import traits_of
 
 
 class Time(NamedTuple):
@@ -102,7 +105,7 @@ def with_options(
         ranks: The links of the layout.
     """
     dp_s = data_parallel_s(costs, candidate, options, computed.work, ranks, constants)
-    return dp_s, host_s(costs, candidate, computed.work.blocks, ranks.gpu)
+    return dp_s, host_s(costs, candidate, computed.work.load, ranks.gpu)
 
 
 def compute_time(
@@ -124,13 +127,15 @@ def compute_time(
     block = of_block(costs, candidate, num_tokens, sequence_length, speeds)
     head = of_head(costs, config, num_tokens, speeds)
     blocks, with_head = _busiest(costs, config, sum(block), sum(head))
+    embeds = config.pp == 1 or (with_head and traits_of(config).is_v)
     matmul_s, attention_s, memory_s = (
         times * (blocks * each + with_head * last) for each, last in zip(block, (head[0], 0.0, head[1]), strict=True)
     )
     tp_s, cp_s, ep_s, pp_s = (
         times * each
         for each in (
-            blocks * tensor_parallel_s(costs, candidate, num_tokens, ranks.tp),
+            blocks * tensor_parallel_s(costs, candidate, num_tokens, ranks.tp)
+            + ends_of_tensor_parallel_s(costs, candidate, num_tokens, ranks.tp, embeds, with_head),
             blocks * context_parallel_s(costs, candidate, num_tokens, ranks.cp, block[1], constants),
             blocks * expert_parallel_s(costs, candidate, num_tokens, ranks.ep),
             between_stages_s(costs, candidate, num_tokens, ranks.pp),
@@ -151,21 +156,24 @@ def compute_time(
         dp_s=0.0,
         host_s=0.0,
     )
-    return Computed(time, Work(blocks, sum(block) / 3, compute_s + tp_s), time.step_s, optimizer_s)
+    return Computed(time, Work(fullest(costs, config), sum(block) / 3, compute_s + tp_s), time.step_s, optimizer_s)
 
 
 def _busiest(costs: ModelCosts, config: ParallelConfig, block_s: float, head_s: float) -> tuple[int, bool]:
     """Blocks of the rank that has most to do, and whether it has the head."""
     if config.pp == 1:
         return costs.num_layers, True
-    middle, last = most_blocks(costs, config)
-    return (last, True) if last * block_s + head_s >= middle * block_s else (middle, False)
+    first, middle, last = blocks_of_ranks(costs, config)
+    # Both ends of a V are the first rank's.
+    with_head = first if traits_of(config).is_v else last
+    most = max(first, middle)
+    return (with_head, True) if with_head * block_s + head_s >= most * block_s else (most, False)
 
 
 def _optimizer_s(costs: ModelCosts, config: ParallelConfig, blocks: int, speeds: Speeds) -> float:
     if config.sharding.cpu_offload:
         return 0.0
     root = costs.embedding + costs.head if config.pp == 1 else costs.embedding
-    held = (blocks * costs.block / config.tp + root / config.tp) / num_shards(config)
+    held = (blocks * costs.part_of_block(config.tp) + root / config.tp) / num_shards(config)
     # AdamW reads parameter, gradient and moments, and writes parameter and moments.
     return (3 + 2 * ADAM_MOMENTS) * FLOAT32 * costs.trained * held / speeds.bytes_per_s

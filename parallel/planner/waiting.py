@@ -4,12 +4,13 @@ from typing import NamedTuple
 
 from parallel.config import ParallelConfig
 from parallel.context_parallel import sent_kv_heads
+from parallel.ledger.traffic_of_context_parallel import exchanges_again
 from parallel.planner.candidate import Candidate
 from parallel.planner.constants import Constants
 from parallel.planner.costs import FLOAT32, ModelCosts
 from parallel.planner.hardware import Gpu
 from parallel.planner.links import Link, link_of_view
-from parallel.schedules import traits_of
+from parallel.planner.pipeline import crossings
 
 
 class Ranks(NamedTuple):
@@ -90,6 +91,30 @@ def tensor_parallel_s(costs: ModelCosts, candidate: Candidate, num_tokens: int, 
     return link.time_s("all_gather", count * hidden, count)
 
 
+def ends_of_tensor_parallel_s(
+    costs: ModelCosts, candidate: Candidate, num_tokens: int, link: Link, embeds: bool, has_head: bool
+) -> float:
+    """Seconds of what is outside of blocks for one micro-batch: the stream that the embedding sums, and the head's.
+
+    Args:
+        costs: The model.
+        candidate: The layout and what varies within it.
+        num_tokens: Tokens of a micro-batch on this rank.
+        link: What joins the ranks of `tp`.
+        embeds: Whether the rank has the embedding.
+        has_head: Whether it has the head.
+    """
+    count, hidden = embeds + has_head, num_tokens * costs.width * candidate.itemsize
+    if link.ranks == 1 or count == 0:
+        return 0.0
+    if candidate.config.sequence_parallel:
+        sent_s = link.time_s("all_gather", 2 * count * hidden, 2 * count)
+    else:
+        sent_s = link.time_s("all_reduce", count * hidden, count)
+    # Of each token the largest logit, the sum of exponentials and the target's logit.
+    return sent_s + (link.time_s("all_reduce", 3 * FLOAT32 * num_tokens, 3) if has_head else 0.0)
+
+
 def context_parallel_s(
     costs: ModelCosts, candidate: Candidate, num_tokens: int, link: Link, attention_s: float, constants: Constants
 ) -> float:
@@ -103,9 +128,11 @@ def context_parallel_s(
         attention_s: Time of attention in the block.
         constants: How well collectives overlap.
     """
-    config, again, itemsize = candidate.config, not candidate.recompute.keeps_attention, candidate.itemsize
+    config, itemsize = candidate.config, candidate.itemsize
     if link.ranks == 1:
         return 0.0
+    recompute = candidate.recompute
+    again = exchanges_again(config.cp_method, recompute.checkpointing, recompute.policy)
     keys = 2 * costs.kv_width / config.tp * num_tokens * itemsize
     if config.cp_method == "ring":
         # Backward sends keys and values with their gradients in float32.
@@ -137,7 +164,7 @@ def expert_parallel_s(costs: ModelCosts, candidate: Candidate, num_tokens: int, 
 
 
 def between_stages_s(costs: ModelCosts, candidate: Candidate, num_tokens: int, link: Link) -> float:
-    """Seconds of one rank for one micro-batch: the stream on, and its gradient back, once a lap.
+    """Seconds of one rank for one micro-batch: the stream on, and its gradient back.
 
     Args:
         costs: The model.
@@ -145,12 +172,9 @@ def between_stages_s(costs: ModelCosts, candidate: Candidate, num_tokens: int, l
         num_tokens: Tokens of a micro-batch on this rank.
         link: What joins the ranks of `pp`.
     """
-    if link.ranks == 1:
-        return 0.0
     config = candidate.config
+    if config.schedule is None:
+        return 0.0
     part = config.tp if config.sequence_parallel else 1
-    return (
-        2
-        * traits_of(config).fewest
-        * (num_tokens * costs.width * candidate.itemsize / part / link.bytes_per_s + link.hop_s)
-    )
+    sent = num_tokens * costs.width * candidate.itemsize / part
+    return crossings(config.pp, config.schedule) * (sent / link.bytes_per_s + link.hop_s)

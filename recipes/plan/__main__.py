@@ -15,6 +15,7 @@ from parallel.planner.scaling import Curve, frontier, scale
 from parallel.planner.search import Found, search
 from recipes.command import parse
 from recipes.messages import one_message
+from recipes.plan.beside_ledger import beside_ledger
 from recipes.plan.command import PlanCommand
 from recipes.plan.models import find_shape
 from recipes.plan.pictures import draw_frontier, draw_scaling
@@ -24,6 +25,8 @@ from recipes.plan.report import as_json, show, show_curves, show_measured, show_
 from recipes.plan.rows_report import show_rows
 from recipes.plan.tune import Measured, tune
 
+COMPARED = 2
+"""Plans of which the ledger is asked too: the best and the one behind it."""
 NOTHING_FITS = 3
 """Exit code where no layout fits; the message says what would."""
 
@@ -70,11 +73,12 @@ def _plan(command: PlanCommand) -> None:
     if command.write is not None:
         write_recipe(command.write, command.model, chosen)
     curves = scale(found.plans[0]) if command.scaling is not None else ()
+    beside = beside_ledger(command.model, found.plans[:COMPARED])
     if command.json:
         guide = walk(request) if command.explain else None
-        print(json.dumps(as_json(command.model, found, guide, curves, measured), indent=1))
+        print(json.dumps(as_json(command.model, found, guide, curves, measured, beside), indent=1))
     else:
-        show(command.model, found, command.top)
+        show(command.model, found, command.top, beside)
         if measured:
             show_measured(measured)
         if command.explain:

@@ -14,17 +14,20 @@ from parallel.planner.ranking import DOUBT, Plan
 from parallel.planner.scaling import BEND, Curve
 from parallel.planner.search import Found
 from recipes.metrics import format_bytes
+from recipes.plan.beside_ledger import Beside, rows
+from recipes.plan.beside_ledger import table as table_beside
 from recipes.plan.published import errors, read_rows, summary
 from recipes.plan.tune import Measured
 
 
-def show(model: str, found: Found, top: int) -> None:
+def show(model: str, found: Found, top: int, beside: Sequence[Beside]) -> None:
     """Prints plans and what is to be said of the best.
 
     Args:
         model: Name of the model.
         found: What a search found, one plan at least.
         top: Plans to show.
+        beside: What planner and ledger say of the first plans.
     """
     best, request = found.plans[0], found.plans[0].request
     console = _console()
@@ -50,6 +53,8 @@ def show(model: str, found: Found, top: int) -> None:
         "accounting; units in flight, activations and logits come on top"
     )
     console.print(_memory_of(best))
+    if beside:
+        console.print(table_beside(beside))
     console.print(f"what binds: {what_binds(best)}")
     if len(found.plans) > 1:
         console.print(f"why the second is behind: {why_behind(best, found.plans[1])}")
@@ -126,7 +131,12 @@ def show_measured(measured: Sequence[Measured]) -> None:
 
 
 def as_json(
-    model: str, found: Found, guide: Walk | None, curves: Sequence[Curve], measured: Sequence[Measured]
+    model: str,
+    found: Found,
+    guide: Walk | None,
+    curves: Sequence[Curve],
+    measured: Sequence[Measured],
+    beside: Sequence[Beside],
 ) -> dict[str, Any]:
     """The same for programs.
 
@@ -136,6 +146,7 @@ def as_json(
         guide: The way through the guide; None: it was not asked for.
         curves: Over data-parallel ranks.
         measured: What was measured.
+        beside: What planner and ledger say of the first plans.
     """
     best = found.plans[0]
     values = {
@@ -150,6 +161,9 @@ def as_json(
             _plan(plan) | {"why_behind": None if plan is best else why_behind(best, plan)} for plan in found.plans
         ],
         "advice": [advice._asdict() for advice in advise(best)],
+        "beside_ledger": [
+            {what: {"planner": ours, "ledger": exact} for what, ours, exact in rows(each)} for each in beside
+        ],
     }
     if guide is not None:
         values["guide"] = {"answers": [each._asdict() for each in guide.answers], "verdict": guide.verdict}

@@ -24,7 +24,8 @@ def test_the_command_shows_plans_says_why_and_walks_the_guide(capsys: pytest.Cap
         "peak of the best, backward: parameters 1.03 GiB, gradients",
         "predictions for GPUs were speed within 2.6% of published results in the median, 20% at worst, memory 3.6% and "
         "34%",
-        "why the second is behind: 0.967 s more of traffic of tp",
+        "why the second is behind: 0.972 s more of traffic of tp",
+        "1     sent for parameters and gradients  1039.43 GiB  1039.43 GiB  +0.00%",
         "* unvalidated: no published result checks what context parallel sends",
         "is it only a little short, so that sharded gradients and optimizer state help? no: shard_grad_op: 184.22 GiB",
         "the planner agrees with full_shard",
