@@ -11,6 +11,9 @@ from recipes.bench import loops, model, startup
 from recipes.bench.rounds import Comparison, interleave
 
 TINY = LlamaConfig(num_layers=1, width=32, num_heads=4, num_kv_heads=2, feed_forward_width=48, vocab_size=64)
+SMALL = LlamaConfig(num_layers=4, width=128, num_heads=4, num_kv_heads=2, feed_forward_width=344, vocab_size=2048)
+# Beyond its aim, what a machine that does other things beside the tests may add to the median of a few rounds.
+SLACK = 1.25
 
 
 STEPS = ("full_shard", "replicated", "tensor_parallel")
@@ -47,6 +50,26 @@ def test_every_comparison_of_steps_prints_its_contenders_and_writes_its_figures(
             assert f"{result['ratios'][name]:.3f}" in printed
             assert f"<= {aim:.2f}" in printed
     assert "quartiles" in printed
+
+
+@pytest.mark.slow
+def test_no_step_of_ours_takes_much_longer_than_its_aim(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch._dynamo  # noqa: F401
+
+    monkeypatch.setattr(loops, "MODEL", SMALL)
+    monkeypatch.setattr(loops.random_batch, "__defaults__", (4, 128, SMALL.vocab_size))
+    figures = tmp_path / "figures.json"
+    bench.main(["step", "--rounds", "3", "--parts", *STEPS, "model", "--json", str(figures)])
+    for result in json.loads(figures.read_text()):
+        assert result["aims"]
+        for name, aim in result["aims"].items():
+            assert result["ratios"][name] <= aim * SLACK, (result["title"], result["ratios"])
+
+
+@pytest.mark.slow
+def test_the_peak_of_our_forward_and_backward_is_within_its_aim() -> None:
+    peaks = model.peak_memory()
+    assert peaks[model.OURS] <= 0.8 * peaks[model.TRANSFORMERS]
 
 
 def test_start_up_prints_how_much_longer_ours_takes(
