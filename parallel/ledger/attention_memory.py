@@ -47,9 +47,12 @@ def attend(memory: Memory, sizes: BlockSizes, make: Results, saved: Saved | None
     back = _exchanged(memory, sizes.queries) if sizes.method == "ulysses" else out
     inputs["back"] = back
     del sent
-    if saved is not None and "attention" in sizes.gradients.followed:
-        if not sizes.gradients.keeps_input("o"):
-            inputs.pop("back", None)
+    if not sizes.gradients.keeps_input("o"):
+        inputs.pop("back", None)
+    if "attention" not in sizes.gradients.followed:
+        inputs = {name: each for name, each in inputs.items() if name == "back"}
+        kept.clear()
+    if saved is not None:
         saved.update(inputs)
         saved.update(kept)
     return (*held, back)

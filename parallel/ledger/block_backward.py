@@ -133,10 +133,10 @@ class _Backward:
     def _through_adapter(self, name: str, adapter: LowRank, num_bytes: int, reads: str) -> Piece | None:
         memory, sizes = self._memory, self._sizes
         scaled = memory.new(self._outputs[name])
-        self._weights.append(memory.new(adapter.second * sizes.itemsize))
+        self._weigh(f"{name} second", adapter.second, scaled)
         low = memory.new(sizes.low(adapter))
         del scaled, self._saved[f"{name} low"]
-        self._weights.append(memory.new(adapter.first * sizes.itemsize))
+        self._weigh(f"{name} first", adapter.first, low)
         inner = memory.new(num_bytes) if reads in sizes.gradients.followed else None
         del low
         return inner
@@ -150,6 +150,13 @@ class _Backward:
         self._weights.append(weight)
         self._saved.pop(f"{name} copy", None)
         return inner
+
+    def _weigh(self, name: str, count: int, grad: Piece) -> None:
+        """The gradient of an adapter's matrix, or what it is to be computed from later."""
+        if self._later is None:
+            self._weights.append(self._memory.new(count * self._sizes.itemsize))
+        else:
+            self._later[name] = grad
 
     def _leave(self, name: str, grad: Piece) -> None:
         """Leaves the gradient of what a projection gives for that of its weight."""

@@ -130,7 +130,7 @@ def _split_way_back(
     last = norm_backward(memory, sizes, grads, dict(saved), "norm", later)
     inputs = Stretch(memory.now - base, memory.peak - base)
     base = memory.peak = memory.now
-    for each in norm_weight(memory, saved, "norm", later):
+    for each in norm_weight(memory, saved, "norm", later) if later else ():
         del saved[each]
     grad.clear()
     saved.clear()

@@ -124,14 +124,6 @@ _TERMS: tuple[tuple[Callable[[_Facts], bool], Bound], ...] = (
         ),
     ),
     (
-        lambda its: its.splits_backward and its.is_frozen,
-        Bound(
-            term="frozen parameters where backward is split",
-            share=None,
-            reason="which walks torch then takes through the graph is not followed",
-        ),
-    ),
-    (
         lambda its: its.is_cut_flat and its.config.sharding.units == "model",
         Bound(
             term="a flattened unit of the whole model",

@@ -104,10 +104,15 @@ class SpanMemory:
         Args:
             span: The span.
         """
+        passed = 0
         if span.is_last:
             self.memory.change(*self.stretches.split_loss.inputs)
+            passed = self.stretches.split_loss.passed
         for index in reversed(span.blocks):
-            self.memory.change(*self._split(span, index, keeps_gradients=True).inputs)
+            part = self._split(span, index, keeps_gradients=True)
+            self.memory.change(*part.inputs)
+            passed += part.passed
+        self.memory.change(-passed)
 
     def weights(self, span: Span) -> None:
         """The gradients of weights that were left then.
@@ -129,7 +134,11 @@ class SpanMemory:
         self._free_tables()
 
     def _split(self, span: Span, index: int, *, keeps_gradients: bool) -> SplitBackward:
-        return self.stretches.split_block(index, keeps_gradients=keeps_gradients, borrowed=_borrowed(span, index))
+        behind = range(index + 1, span.blocks.stop)
+        is_top = not ((span.is_last and self.stretches.trains_behind) or any(map(self.stretches.trains, behind)))
+        return self.stretches.split_block(
+            index, keeps_gradients=keeps_gradients, borrowed=_borrowed(span, index), is_top=is_top
+        )
 
     def _keeps_gradients(self, index: int) -> bool:
         return self.copies.are_used or self.units.keeps_gradients_of(self._layers[1 + index])

@@ -1,6 +1,6 @@
 """Works out what each part of a rank's model does to memory: a block, the embedding, the loss."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, cached_property
 
@@ -9,24 +9,16 @@ import torch
 from parallel.activation_checkpoint import ATTENTION, POLICIES, REDUCTIONS
 from parallel.config import ParallelConfig
 from parallel.ledger import ends_memory
-from parallel.ledger.block_backward import backward
 from parallel.ledger.block_gradients import BlockGradients, block_gradients, gradients_behind
-from parallel.ledger.block_run import OWN, BlockRun, Borrowed, Kept
+from parallel.ledger.block_run import OWN, Borrowed, Kept
 from parallel.ledger.block_sizes import BatchShape, BlockSizes, block_sizes, expert_sizes, itemsizes, runs_on_copies
+from parallel.ledger.block_stretches import split_block, whole_block
 from parallel.ledger.ends_memory import HeadSizes, Stretch
 from parallel.ledger.expert_memory import ExpertSizes
 from parallel.ledger.lookup import by_block
 from parallel.ledger.padding import elements
 from parallel.ledger.parts import ModelParts
-from parallel.ledger.pieces import Piece
-from parallel.ledger.split_backward import SplitBackward, inputs_backward, weights_backward
-
-
-class _Passing(list[Piece]):
-    """Holds nothing of what is put in."""
-
-    def append(self, piece: Piece) -> None:
-        """Lets go of it."""
+from parallel.ledger.split_backward import SplitBackward
 
 
 class Stretches:
@@ -53,7 +45,7 @@ class Stretches:
         self.tables = 2 * self.sizes.tokens * (parts.whole.shape.head_dim // 2) * sums
         self._gradients = [block_gradients(parts, index, self._tp_rank) for index in range(len(parts.plan.blocks))]
         self._blocks: dict[_Key, tuple[Stretch, Stretch]] = {}
-        self._split: dict[_Key, SplitBackward] = {}
+        self._split: dict[tuple[_Key, bool], SplitBackward] = {}
         self._copies = runs_on_copies(parts)
 
     def block(self, index: int, *, keeps_gradients: bool, borrowed: Borrowed = OWN) -> tuple[Stretch, Stretch]:
@@ -66,20 +58,39 @@ class Stretches:
         """
         key = self._key(index, keeps_gradients, borrowed)
         if key not in self._blocks:
-            self._blocks[key] = self._block(*key, self.gradients_of(index))
+            kept, kind, *_ = key
+            self._blocks[key] = whole_block(
+                self._sizes(kind),
+                kept,
+                borrowed,
+                self._copied(kind[1]),
+                keeps_gradients=keeps_gradients,
+                trained=self.gradients_of(index),
+            )
         return self._blocks[key]
 
-    def split_block(self, index: int, *, keeps_gradients: bool, borrowed: Borrowed = OWN) -> SplitBackward:
+    def split_block(
+        self, index: int, *, keeps_gradients: bool, borrowed: Borrowed = OWN, is_top: bool = False
+    ) -> SplitBackward:
         """Backward of a block in two parts.
 
         Args:
             index: Its place among the rank's blocks.
             keeps_gradients: Whether those of weights stay where they were made.
             borrowed: What others hold.
+            is_top: Whether no weight behind it is trained.
         """
-        key = self._key(index, keeps_gradients, borrowed)
+        key = self._key(index, keeps_gradients, borrowed), is_top
         if key not in self._split:
-            self._split[key] = self._split_block(*key, self.gradients_of(index))
+            kept, kind, *_ = key[0]
+            self._split[key] = split_block(
+                self._sizes(kind),
+                kept,
+                borrowed,
+                keeps_gradients=keeps_gradients,
+                trained=self.gradients_of(index),
+                is_top=is_top,
+            )
         return self._split[key]
 
     def _key(self, index: int, keeps_gradients: bool, borrowed: Borrowed) -> "_Key":
@@ -119,7 +130,22 @@ class Stretches:
     def split_loss(self) -> SplitBackward:
         """The way back from the loss in two parts."""
         _, inputs, weights = ends_memory.loss(self._behind, self._head, splits=True)
+        if not self.trains_behind:
+            return SplitBackward(inputs, Stretch(0, 0), passed=-weights.held)
         return SplitBackward(inputs, weights._replace(held=weights.held + self._last_norm))
+
+    @property
+    def trains_behind(self) -> bool:
+        """Whether the last norm or the head is trained."""
+        return self._last_norm + self._head.weight > 0
+
+    def trains(self, index: int) -> bool:
+        """Whether anything of a block is trained.
+
+        Args:
+            index: Its place among the rank's blocks.
+        """
+        return bool(self._gradients[index].trained or self._gradients[index].adapters)
 
     @property
     def _head(self) -> HeadSizes:
@@ -167,53 +193,14 @@ class Stretches:
         own = [each for each in around.values() if each.fqn == fqn and (each.trainable or not trained)]
         return elements(own, self._parts.config, self._tp_rank) * self._itemsize
 
-    def _block(
-        self, kept: Kept, kind: "_Kind", keeps_gradients: bool, borrowed: Borrowed, trained: int
-    ) -> tuple[Stretch, Stretch]:
-        gradients, experts = kind
-        sizes = replace(self.sizes, gradients=gradients, experts=experts)
-        block = BlockRun(sizes, kept, borrowed)
-        memory, ahead = block.memory, block.ahead
-        if "out" not in gradients.followed:
-            return ahead, Stretch(0, 0)
-        copies = {f"{name} copy": memory.new(size) for name, size in self._copied(experts)}
-        base = block.arrive()
-        saved = block.saved if kept is None else block.recompute()
-        saved.update(copies)
-        copies.clear()
-        weights: list[Piece] = [] if keeps_gradients else _Passing()
-        backward(memory, sizes, block.grads, saved, weights)
-        block.clear()
-        saved.clear()
-        # Those of norms and biases are few.
-        held = memory.now - base - sum(each.num_bytes for each in weights) + trained
-        return ahead, Stretch(held, memory.peak - base)
+    def _sizes(self, kind: "_Kind") -> BlockSizes:
+        return replace(self.sizes, gradients=kind[0], experts=kind[1])
 
-    def _copied(self, experts: ExpertSizes | None) -> Iterator[tuple[str, int]]:
+    def _copied(self, experts: ExpertSizes | None) -> dict[str, int]:
         """Matrices of a block that are used in a copy, and the bytes of each."""
-        if self._copies:
-            ends = ("gate", "up", "down") if experts is not None else ()
-            yield from ((name, size) for name, size in self.sizes.weights.items() if name not in ends)
-
-    def _split_block(
-        self, kept: Kept, kind: "_Kind", keeps_gradients: bool, borrowed: Borrowed, trained: int
-    ) -> SplitBackward:
-        sizes = replace(self.sizes, gradients=kind[0], experts=kind[1])
-        block = BlockRun(sizes, kept, borrowed)
-        memory, base = block.memory, block.arrive()
-        again = kept is not None
-        walks = [block.recompute() if again else block.saved]
-        later = inputs_backward(memory, sizes, block.grads, walks[0], again=again)
-        inputs = Stretch(memory.now - base, memory.peak - base)
-        base = memory.peak = memory.now
-        weights: list[Piece] = [] if keeps_gradients else _Passing()
-        weights_backward(memory, sizes, walks, later, weights, block.recompute if again else None)
-        held = memory.now - base - sum(each.num_bytes for each in weights) + trained
-        apart = Stretch(held, memory.peak - base)
-        base = memory.now
-        walks.clear()
-        block.clear()
-        return SplitBackward(inputs, apart, base - memory.now)
+        ends = ("gate", "up", "down") if experts is not None else ()
+        own = self.sizes.weights.items() if self._copies else ()
+        return {name: size for name, size in own if name not in ends}
 
 
 _Kind = tuple[BlockGradients, ExpertSizes | None]

@@ -10,6 +10,7 @@ import torch
 from parallel.activation_checkpoint import GATHERS, POLICIES, REDUCTIONS
 from parallel.ledger.lookup import by_block
 from parallel.ledger.parts import ModelParts, num_reductions
+from parallel.ledger.spans import spans_of
 from parallel.ledger.term import Term, channel
 from parallel.plan import TensorParallelStyle, innermost
 
@@ -85,6 +86,9 @@ def _gone_back_through(parts: ModelParts) -> tuple[int, int]:
         return order.get(innermost(parameter, order) or "", -1)
 
     first = min((runs_at(each.fqn) for each in parts.parameters if each.trainable), default=len(order))
+    if not spans_of(parts)[0].is_first:
+        # What comes from another stage has a gradient.
+        first = -1
     readers = sum(parts.styles[fqn] in READERS and number > first for fqn, number in order.items())
     writers = sum(parts.styles[fqn] in WRITERS and number >= first for fqn, number in order.items())
     return readers, writers
