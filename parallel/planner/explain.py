@@ -31,7 +31,9 @@ PARTS = {
 """What the parts of a step's time are, in words."""
 TIGHT = 0.9
 """Share of the usable memory from which on memory counts as what binds."""
-MOST_GPUS = 64
+MOST_GPUS = 1 << 17
+"""GPUs of the largest job that is planned: as many as the ledger looks at, and more than any has."""
+NEIGHBOURS = 64
 """Numbers of GPUs that are tried on either side, where no layout is legal."""
 
 
@@ -197,16 +199,20 @@ def _nearest(requests: Iterator[tuple[str, Request]]) -> str:
 
 
 def _other_numbers(request: Request) -> Iterator[tuple[str, Request]]:
-    for distance in range(1, MOST_GPUS + 1):
+    for distance in range(1, NEIGHBOURS + 1):
         for number in (request.num_gpus - distance, request.num_gpus + distance):
-            if number > 0:
+            if 0 < number <= MOST_GPUS:
                 yield f"{number} GPUs", replace(request, num_gpus=number)
+    # What most models and batches divide, the largest first.
+    for exponent in range(request.num_gpus.bit_length() - 1, -1, -1):
+        yield f"{1 << exponent} GPUs", replace(request, num_gpus=1 << exponent)
 
 
 def _larger(request: Request, gpus: dict[str, Gpu]) -> Iterator[tuple[str, Request]]:
     """More GPUs first, then larger ones, then less work; other numbers where the batch allows no multiple."""
     for times in (2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256):
-        yield f"{times * request.num_gpus} GPUs", replace(request, num_gpus=times * request.num_gpus)
+        if times * request.num_gpus <= MOST_GPUS:
+            yield f"{times * request.num_gpus} GPUs", replace(request, num_gpus=times * request.num_gpus)
     for gpu in sorted(gpus.values(), key=lambda each: each.memory_gib):
         if gpu.memory_gib > request.gpu.memory_gib:
             yield f"as many {gpu.name}", replace(request, gpu=gpu)

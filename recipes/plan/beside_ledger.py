@@ -65,7 +65,7 @@ def table(found: Sequence[Beside]) -> Table:
         found: One for each plan.
     """
     made = Table(box=None, pad_edge=False, title_justify="left")
-    made.title = "a step of the rank that holds most, in bytes: planner beside ledger (python -m recipes.ledger)"
+    made.title = "a step of the rank that holds most: planner beside ledger, which fills up uneven shards too"
     for name in ("plan", "what"):
         made.add_column(name)
     for name in ("planner", "ledger", "off by"):

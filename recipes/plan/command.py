@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from parallel.planner.candidate import Compute, Reduce, Request
+from parallel.planner.explain import MOST_GPUS
 from parallel.planner.hardware import CPU, Gpu, find_gpu
 from recipes.plan.models import find_shape
 from recipes.plan.this_machine import measure_machine
@@ -90,8 +91,8 @@ class PlanCommand:
             path = getattr(self, name)
             if path is not None and not path.endswith(".png"):
                 raise ValueError(f"{name}={path!r} must end in .png")
-        if self.model and self.gpus < 1:
-            raise ValueError(f"gpus={self.gpus} must be at least 1: say --gpus N")
+        if self.model and not 1 <= self.gpus <= MOST_GPUS:
+            raise ValueError(f"gpus={self.gpus} must be from 1 to {MOST_GPUS:,}: say --gpus N")
         if not (self.claims or self.rows) and not self.model:
             raise ValueError(
                 "name a model and a number of GPUs, such as `llama3.1-70b --gpus 256`, or ask for --claims or --rows"
