@@ -2,7 +2,12 @@
 
 import contextlib
 import dataclasses
+import io
 import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -10,6 +15,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from parallel.schedules import traits_of
 from recipes.find import DEFAULT_RECIPE, find_recipe, intended_world_size, recipe_names
 from recipes.launchers import is_first_rank, world_size_to_come
 from recipes.messages import one_message
@@ -17,6 +23,9 @@ from recipes.model import model_and_plan
 from recipes.recipe import Recipe, changed_fields
 
 T = TypeVar("T")
+
+PARSER = "tyro."
+"""Where the parser's own modules are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +69,23 @@ def parse_train(arguments: list[str] | None = None) -> tuple[TrainCommand, list[
         named = find_recipe(name)
         command = parse(TrainCommand, overrides, f"python -m recipes.train {name}", TrainCommand(recipe=named))
         command.recipe.check(world_size_to_come(command.nproc))
+        _warn(command.recipe)
         if command.recipe.lora.rank:
             # Whether targets are there only the model tells, which takes a second to build if it is large.
             model_and_plan(command.recipe)
     return command, changed_fields(named.to_json(), command.recipe.to_json())
+
+
+def _warn(recipe: Recipe) -> None:
+    """Says what works but costs more than it saves."""
+    parallel = recipe.parallel
+    splits = parallel.pp > 1 and traits_of(parallel).splits_backward
+    if splits and parallel.activation_checkpointing == "full":
+        warnings.warn(
+            f"activation_checkpointing='full' with schedule={parallel.schedule!r}, which splits backward, computes a "
+            "block again for each of its weights; selective or none costs less, or a schedule such as '1f1b'",
+            stacklevel=2,
+        )
 
 
 def _listing() -> str:
@@ -82,17 +104,57 @@ def parse(kind: type[T], arguments: list[str] | None, program: str, default: T |
         default: Values of what the command line does not say; None: those of the class.
 
     Raises:
+        SystemExit: After the help or an error message, see `in_one_form`.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    with in_one_form(words):
+        return tyro.cli(
+            kind,
+            args=words,
+            prog=program,
+            default=tyro.MISSING_NONPROP if default is None else default,
+            config=(tyro.conf.AvoidSubcommands,),
+            console_outputs=is_first_rank(),
+            registry=_registry(),
+        )
+
+
+@contextmanager
+def in_one_form(words: Sequence[str]) -> Iterator[None]:
+    """Says what is wrong with a command line in one form, whoever finds it.
+
+    What this toolkit's own classes refuse is a line and an error like any other; the parser would put it into a box.
+    Unknown options, and words that are no value of their type, are left to the parser, which ends with exit code 2.
+
+    Args:
+        words: Of the command line that is parsed within.
+
+    Raises:
         SystemExit: After the help or an error message.
     """
-    return tyro.cli(
-        kind,
-        args=arguments,
-        prog=program,
-        default=tyro.MISSING_NONPROP if default is None else default,
-        config=(tyro.conf.AvoidSubcommands,),
-        console_outputs=is_first_rank(),
-        registry=_registry(),
-    )
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as end:
+        refusal = _own_refusal(end)
+        if refusal is None:
+            print(said.getvalue(), end="", file=sys.stderr, flush=True)
+            raise
+        with one_message(debug="--debug" in words):
+            raise refusal from None
+
+
+def _own_refusal(end: SystemExit) -> ValueError | None:
+    """The error of a class or function of this toolkit's, upon which the parser ended; None: it had reasons itself."""
+    error = end.__context__
+    while error is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        own = not frames[-1].f_globals["__name__"].startswith(PARSER) if frames else False
+        if isinstance(error, ValueError) and own:
+            return error
+        error = error.__context__
+    return None
 
 
 def _registry() -> ConstructorRegistry:

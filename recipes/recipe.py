@@ -177,10 +177,7 @@ class Recipe:
         Raises:
             ValueError: If the recipe cannot run on that many ranks.
         """
-        self.check_layout(world_size)
-        resolved = resolve(self.parallel, world_size)
-        ranks = resolved.dp_replicate * resolved.dp_shard
-        check_micro_batches(resolved, self.training.num_micro_batches(ranks))
+        self.check_step(world_size)
         check_vocabulary(self.data, self.model.shape.vocab_size)
         if is_first_rank():
             self.metrics.check_installed()
@@ -199,6 +196,20 @@ class Recipe:
         check_sequence_length(resolved, self.data.sequence_length, self.model.shape)
         self._check_adapters_only()
         check_schedule(self.schedule, self.training.steps)
+
+    def check_step(self, world_size: int) -> None:
+        """Checks the layout, and that a step has as many micro-batches as its schedule runs.
+
+        Args:
+            world_size: Ranks of the job.
+
+        Raises:
+            ValueError: If the recipe contradicts itself or does not fit that many ranks.
+        """
+        self.check_layout(world_size)
+        resolved = resolve(self.parallel, world_size)
+        ranks = resolved.dp_replicate * resolved.dp_shard
+        check_micro_batches(resolved, self.training.num_micro_batches(ranks))
 
     def _check_adapters_only(self) -> None:
         if self.output.adapters_only and not (self.lora.rank and self.training.init_from):

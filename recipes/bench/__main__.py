@@ -16,6 +16,7 @@ from recipes.bench import startup, step, storage
 from recipes.bench.model import compare_models, peak_memory
 from recipes.bench.rounds import Comparison
 from recipes.bench.storage import bench_storage
+from recipes.command import parse
 from recipes.launch import run
 from recipes.messages import one_message
 from recipes.metrics import format_bytes
@@ -155,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     debug = "--debug" in (sys.argv if arguments is None else arguments)
     with one_message(debug=debug):
-        command = tyro.cli(BenchCommand, args=arguments, prog="python -m recipes.bench")
+        command = parse(BenchCommand, arguments, "python -m recipes.bench")
         command.check()
         bench = bench_step if command.what == "step" else bench_checkpoint
         results = bench(command, open_console(120))

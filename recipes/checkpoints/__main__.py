@@ -13,6 +13,7 @@ from recipes.checkpoints.pruning import Prune
 from recipes.checkpoints.report import EXIT_CODES
 from recipes.checkpoints.show import Show
 from recipes.checkpoints.verification import Verify
+from recipes.command import in_one_form
 from recipes.launchers import is_first_rank
 from recipes.messages import one_message
 
@@ -42,13 +43,14 @@ def main(arguments: list[str] | None = None) -> None:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     with one_message(debug="--debug" in words):
-        command = tyro.cli(
-            _subcommands(),
-            args=words,
-            prog="python -m recipes.checkpoints",
-            description=f"Looks at checkpoints, checks, compares, divides and converts them.\n\n{EXIT_CODES}",
-            console_outputs=is_first_rank(),
-        )
+        with in_one_form(words):
+            command = tyro.cli(
+                _subcommands(),
+                args=words,
+                prog="python -m recipes.checkpoints",
+                description=f"Looks at checkpoints, checks, compares, divides and converts them.\n\n{EXIT_CODES}",
+                console_outputs=is_first_rank(),
+            )
         report = command.run()
         if is_first_rank():
             report.print(as_json=command.json)

@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 
 from parallel.checks import check_integer
-from parallel.ledger.optimizer_memory import kernels_of
+from parallel.ledger.optimizer_memory import kernels_of, optimizer_memory
 from parallel.traits import TRAITS
 from recipes.command import parse
 from recipes.compare.job import run_job
@@ -67,6 +67,7 @@ class LedgerCommand:
         Raises:
             ValueError: If something is.
         """
+        optimizer_memory(self.optimizer)
         if not 0 < self.limit_s < float("inf"):
             raise ValueError(f"limit_s={self.limit_s} must be more than 0 s")
         if self.nproc is not None:
@@ -134,7 +135,7 @@ def _real(command: LedgerCommand, console: Console) -> bool:
     from recipes.ledger.measure import measure
 
     num_ranks = command.nproc or default_num_processes()
-    command.recipe.check_layout(num_ranks)
+    command.recipe.check_step(num_ranks)
     kernels_of(command.optimizer, command.recipe.optimizer.implementation)
     outcome = run_job(measure, command.recipe, command.optimizer, num_processes=num_ranks, limit_s=command.limit_s)
     if outcome.failure is not None:

@@ -52,6 +52,7 @@ def dry_ledger(recipe: Recipe, world_size: int, rank: int, optimizer: str = "ada
             the optimizer.
     """
     start_s = time.monotonic()
+    recipe.check_step(world_size)
     built = dry_run(recipe, world_size, rank)
     config = resolve(recipe.parallel, world_size)
     num_micro_batches = recipe.training.num_micro_batches(config.dp_replicate * config.dp_shard)

@@ -108,7 +108,44 @@ def test_bad_words_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -
     assert "the first word must be a recipe, got '--nproc'" in _error(capsys, "--nproc", "2", "llama_debug")
     assert "nproc=0 must be at least 1" in _error(capsys, "llama_debug", "--nproc", "0")
     assert "there is no recipe file 'nowhere.py'" in _error(capsys, "nowhere.py")
-    assert "steps=0 must be at least 1" in _refused(capsys, recipes.train.main, "llama_debug", "--training.steps", "0")
+    assert "steps=0 must be at least 1" in _error(capsys, "llama_debug", "--training.steps", "0")
+
+
+V = "llama_debug --parallel.pp 2 --parallel.schedule dual_pipe_v"
+
+
+def test_full_checkpointing_where_backward_is_split_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--nproc 2 --parallel.pp 2 --parallel.activation-checkpointing full --training.micro-batch 1"
+    for schedule, is_warned in (("zbv_zero_bubble", True), ("1f1b", False)):
+        parse_train(["llama_debug", *words.split(), "--parallel.schedule", schedule])
+        said = capsys.readouterr().err
+        assert ("warning: activation_checkpointing='full' with schedule='zbv_zero_bubble'" in said) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        ("train", "llama_debug --parallel.pp 2", "pp=2 needs a schedule; legal: "),
+        ("ledger", "llama_debug --parallel.pp 2", "pp=2 needs a schedule; legal: "),
+        ("ledger", "llama_debug --optimizer foo", "does not know optimizer 'foo'; legal: adamw, "),
+        (
+            "ledger",
+            f"{V} --world-size 2 --training.global-batch 2",
+            "schedule='dual_pipe_v' cannot run ",
+        ),
+        ("bench", "step --rounds 0", "rounds=0 must be"),
+        ("plan", "debug --gpus 0", "gpus=0 must be"),
+    ],
+)
+def test_options_that_contradict_each_other_are_one_line_and_code_1_in_every_command(
+    command: str, words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"recipes.{command}" if command == "train" else f"recipes.{command}.__main__"
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(name).main(words.split())
+    said = capsys.readouterr().err
+    assert end.value.code == 1
+    assert said.startswith("error: ") and said.count("\n") == 1 and message in said
 
 
 @pytest.mark.parametrize(
@@ -271,7 +308,7 @@ def test_a_bad_part_of_an_optional_config_is_refused(capsys: pytest.CaptureFixtu
         ("factor", "expected name=value, got 'factor'"),
         ("factor=much", "'much' is no float"),
     ):
-        assert message in _refused(capsys, recipes.train.main, "llama_debug", "--model.rope-scaling", word)
+        assert message in _error(capsys, "llama_debug", "--model.rope-scaling", word)
 
 
 def _rich_recipe(tmp_path: Path) -> Recipe:
