@@ -4,7 +4,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -102,16 +102,24 @@ class NewHubFolder:
         filesystem.make_folders(path.absolute().parent)
         temporary = path.absolute().with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
         filesystem.make_folder(temporary)
-        for name, header in self.files.items():
-            descriptor = filesystem.create(temporary / name)
-            try:
-                last = max(values.start + values.num_bytes for file, values in self.tensors.values() if file == name)
-                filesystem.set_size(descriptor, last)
-                filesystem.write_at(descriptor, memoryview(header), 0)
-                filesystem.sync(descriptor)
-            finally:
-                os.close(descriptor)
+        try:
+            for name, header in self.files.items():
+                self._create_file(temporary, name, header)
+        except BaseException:
+            with suppress(OSError):
+                filesystem.remove_tree(temporary)
+            raise
         return temporary
+
+    def _create_file(self, temporary: Path, name: str, header: bytes) -> None:
+        descriptor = filesystem.create(temporary / name)
+        try:
+            last = max(values.start + values.num_bytes for file, values in self.tensors.values() if file == name)
+            filesystem.set_size(descriptor, last)
+            filesystem.write_at(descriptor, memoryview(header), 0)
+            filesystem.sync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def write(self, temporary: Path, boxes: Boxes) -> None:
         """Writes parts of parameters and waits until the disk has them.

@@ -1,8 +1,9 @@
 """Writes Hugging Face folders from parameters of any layout, each rank putting its own slices where they belong."""
 
+import errno
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -79,6 +80,17 @@ def save_hub(
     return path
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Names what is written within where there is no room for it: of an open file the system tells no name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
+
+
 def convert_to_hub(
     path: str | os.PathLike[str],
     source: Source,
@@ -125,12 +137,13 @@ def convert_to_hub(
                 yield fqn, box, source.read(f"{MODEL_PREFIX}{fqn}", box)
                 progress(slab.nbytes)
 
-    temporary = folder.create(path)
-    try:
-        folder.write(temporary, pieces())
-        folder.publish(temporary, path, config, beside)
-    except BaseException:
-        with suppress(OSError):
-            filesystem.remove_tree(temporary)
-        raise
+    with _named(path):
+        temporary = folder.create(path)
+        try:
+            folder.write(temporary, pieces())
+            folder.publish(temporary, path, config, beside)
+        except BaseException:
+            with suppress(OSError):
+                filesystem.remove_tree(temporary)
+            raise
     return path

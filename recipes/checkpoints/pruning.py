@@ -78,6 +78,20 @@ class Prune:
     json: bool = False
     debug: bool = False
 
+    def __post_init__(self) -> None:
+        """Checks the ranges.
+
+        Raises:
+            ValueError: If a number is out of its range.
+        """
+        if self.keep < 1:
+            raise ValueError(
+                f"keep={self.keep} must be at least 1: prune leaves a run what it can go on from; to drop all "
+                "checkpoints, remove their folder"
+            )
+        if self.keep_every < 0:
+            raise ValueError(f"keep_every={self.keep_every} must be at least 0, which is for none")
+
     def run(self) -> Report:
         """Reads, and removes."""
         folder = folder_of_checkpoints(self.folder)

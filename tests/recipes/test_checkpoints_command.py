@@ -1,5 +1,6 @@
 """The command `python -m recipes.checkpoints`, and commands that take Hugging Face folders."""
 
+import errno
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint import TrainState, load, read_manifest, save, verify
+from checkpoint import TrainState, filesystem, load, read_manifest, save, verify
 from checkpoint.sources import CheckpointSource
 from parallel import ParallelConfig, build_mesh
 from parallel.materialize import allocate
@@ -147,7 +148,7 @@ def test_prune_says_what_would_go_and_then_removes_it(run: Path, capsys: pytest.
     done = command(capsys, *words)
     assert done["removed"] == planned["removed"]
     assert sorted(each.name for each in folder.iterdir()) == ["step-00000020", "step-00000030"]
-    assert "last=0 must be at least 1" in command(capsys, "prune", run, "--keep", "0", code=1)
+    assert "keep=0 must be at least 1: prune leaves" in command(capsys, "prune", run, "--keep", "0", code=1)
 
 
 def test_prune_counts_sound_checkpoints_alone_and_names_the_damaged_which_stay(
@@ -304,6 +305,20 @@ def test_a_file_in_the_place_of_a_folder_is_named_in_one_line(
     more = (tmp_path / "out",) if words[0] == "export-hf" else ()
     error = command(capsys, words[0], tmp_path / "passwd", *more, *words[1:], code=1)
     assert error.count("\n") == 1 and "passwd" in error and "folder" in error
+
+
+def test_an_export_for_which_there_is_no_room_names_its_folder(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(capsys, "import-hf", folder, tmp_path / "run")
+
+    def full(descriptor: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(filesystem, "set_size", full)
+    error = command(capsys, "export-hf", tmp_path / "run", tmp_path / "out", code=1)
+    assert error == f"error: [Errno 28] No space left on device: '{tmp_path / 'out'}'\n"
+    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_what_is_not_built_is_refused_by_name_in_one_line(
