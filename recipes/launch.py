@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -23,8 +23,9 @@ from recipes.messages import (
     one_message,
     restore_cursor,
     show_warnings,
+    stopped_early,
 )
-from recipes.signals import forward_signals, handlers
+from recipes.signals import STOP_SIGNALS, EndedBySignal, forward_signals, handlers
 from recipes.user_files import import_user_file, imported_user_files
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class RankError(Exception):
     """What a started rank tells the launcher: a message for the user."""
 
 
-def run(function: Callable[..., Any], *args: Any, num_processes: int | None, debug: bool) -> Any:
+def run(function: Callable[..., Any], *args: Any, num_processes: int | None, debug: bool, resumes: bool = False) -> Any:
     """Calls a function on every rank and exits with a clear message if one fails.
 
     Args:
@@ -48,6 +49,7 @@ def run(function: Callable[..., Any], *args: Any, num_processes: int | None, deb
         args: Its arguments.
         num_processes: Ranks to start where no launcher did; None takes the default.
         debug: Show the traceback of a failure.
+        resumes: Whether the same command goes on where this one was stopped.
 
     Returns:
         What it returned on rank 0, or on this rank where a launcher started it; it must be possible to pickle.
@@ -58,7 +60,8 @@ def run(function: Callable[..., Any], *args: Any, num_processes: int | None, deb
     with one_message(debug=debug):
         if join_launcher():
             return _run_rank(function, args)
-        return _start_ranks(function, args, num_processes or default_num_processes(), debug)
+        with _forwarded(resumes) as forwarded:
+            return _start_ranks(function, args, num_processes or default_num_processes(), debug, forwarded)
 
 
 def _run_rank(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -76,7 +79,21 @@ def _run_rank(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return result
 
 
-def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_processes: int, debug: bool) -> Any:
+@contextmanager
+def _forwarded(resumes: bool) -> Iterator[list[int]]:
+    """Sends signals on to ranks; one that ends them before they listen to it leaves nothing that a run must know."""
+    try:
+        with forward_signals(SIGNALS) as came:
+            yield came
+    except EndedBySignal as end:
+        if resumes and end.number in STOP_SIGNALS:
+            stopped_early(end.number)
+        interrupted(end.number)
+
+
+def _start_ranks(
+    function: Callable[..., Any], args: tuple[Any, ...], num_processes: int, debug: bool, forwarded: Sequence[int]
+) -> Any:
     """Runs all ranks of a job on this machine."""
     import torch
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -89,7 +106,7 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_proces
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    with _temporary_folder() as logs, forward_signals(SIGNALS) as forwarded:
+    with _temporary_folder() as logs:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -111,6 +128,8 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_proces
                 call = bytes(ForkingPickler.dumps((function, args)))
                 return elastic_launch(config, _call)(call, imported_user_files())[0]
         except ChildFailedError as error:
+            if forwarded and error.get_first_failure()[1].exitcode == -forwarded[0]:
+                raise EndedBySignal(forwarded[0]) from error
             if forwarded:
                 interrupted(forwarded[0])
             _report(*error.get_first_failure(), debug=debug)

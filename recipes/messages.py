@@ -107,6 +107,22 @@ def interrupted(number: int) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+def stopped_early(number: int) -> NoReturn:
+    """Ends the process of a run that a signal stopped where there was nothing to save; the same command runs it.
+
+    Args:
+        number: The signal.
+
+    Raises:
+        SystemExit: With `STOPPED`.
+    """
+    restore_cursor()
+    if is_first_rank():
+        name = signal.Signals(number).name
+        print(f"stopped by {name} outside of training steps: nothing was saved; run again to go on", file=sys.stderr)
+    raise SystemExit(STOPPED)
+
+
 def restore_cursor() -> None:
     """Shows the cursor that the progress bar of a rank hid."""
     if sys.stdout.isatty():

@@ -9,11 +9,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from recipes.signals import REPEAT_S, handlers
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Others end a run at once and save nothing: SIGQUIT, whose purpose that is, and SIGHUP, which leaves no terminal to
-write to; a run that is to outlive its terminal needs nohup, tmux or a job scheduler."""
+from recipes.signals import REPEAT_S, STOP_SIGNALS, handlers
 
 
 class StopRequest:

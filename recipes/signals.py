@@ -8,10 +8,31 @@ from contextlib import contextmanager, suppress
 from multiprocessing import active_children
 from types import FrameType
 
-from recipes.messages import interrupted
-
 REPEAT_S = 1.0
 """A terminal sends Ctrl-C to launcher and ranks alike, and the launcher sends it on: only after this it is a second."""
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Upon these a run saves and stops. Others end a run at once and save nothing: SIGQUIT, whose purpose that is, and
+SIGHUP, which leaves no terminal to write to; a run that is to outlive its terminal needs nohup, tmux or a job
+scheduler."""
+
+
+class EndedBySignal(BaseException):
+    """A signal came when no rank could listen to it, so that it ended them or kept them from starting.
+
+    Attributes:
+        number: The signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        """Keeps the signal.
+
+        Args:
+            number: The signal.
+        """
+        super().__init__(number)
+        self.number = number
 
 
 @contextmanager
@@ -23,6 +44,9 @@ def forward_signals(signals: Iterable[signal.Signals]) -> Iterator[list[int]]:
 
     Yields:
         Those that have come; the list grows.
+
+    Raises:
+        EndedBySignal: If one comes where there is no rank.
     """
     came: list[int] = []
     first_s = 0.0
@@ -31,7 +55,7 @@ def forward_signals(signals: Iterable[signal.Signals]) -> Iterator[list[int]]:
         nonlocal first_s
         children = active_children()
         if not children:
-            interrupted(number)
+            raise EndedBySignal(number)
         again = bool(came) and number == signal.SIGINT and time.monotonic() - first_s > REPEAT_S
         first_s = first_s or time.monotonic()
         came.append(number)

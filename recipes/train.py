@@ -14,7 +14,7 @@ from recipes.data import DataStream, TextData, load_dataset
 from recipes.folder_lock import FolderLock
 from recipes.held_out import HeldOut
 from recipes.launch import run
-from recipes.messages import STOPPED, leave
+from recipes.messages import STOPPED, leave, stopped_early
 from recipes.metrics import MetricsSink, Reporter, Utilization, find_utilization, open_sinks
 from recipes.model import build_model
 from recipes.optimizer import adamw_factory
@@ -25,6 +25,7 @@ from recipes.resume import Start
 from recipes.run_log import RunLog, TrainSummary
 from recipes.saving import Saving
 from recipes.schedule import Schedule
+from recipes.signals import STOP_SIGNALS, handlers
 from recipes.table import recipe_table
 
 
@@ -180,8 +181,11 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
         SystemExit: With `STOPPED` if a signal ended the run, and with another code if it failed.
     """
-    command, changes = parse_train(arguments)
-    summary: TrainSummary = run(train, command.recipe, changes, num_processes=command.nproc, debug=command.debug)
+    with handlers(STOP_SIGNALS, lambda number, frame: stopped_early(number)):
+        command, changes = parse_train(arguments)
+    summary: TrainSummary = run(
+        train, command.recipe, changes, num_processes=command.nproc, debug=command.debug, resumes=True
+    )
     if summary.stopped_by is not None:
         leave(STOPPED)
 
