@@ -137,7 +137,8 @@ def _accountings(parts: ModelParts) -> dict[str, float]:
     strategy = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}.get(strategy, strategy)
     ranks = config.dp_replicate * config.cp if zero1 else num_shards(config)
     size = elements(parts.parameters, config, 0)
-    return {each: state_bytes(each, strategy, size, ranks) for each in get_args(Accounting)}
+    frozen = 1 - elements([each for each in parts.parameters if each.trainable], config, 0) / size
+    return {each: state_bytes(each, strategy, size, ranks, frozen=frozen) for each in get_args(Accounting)}
 
 
 def coordinates_of(mesh: Mesh) -> dict[str, int]:

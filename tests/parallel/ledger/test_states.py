@@ -174,13 +174,17 @@ FORMS = [
 ]
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", FORMS)
-def test_the_forms_of_textbooks_give_what_is_predicted_but_for_padding_and_small_units(name: str) -> None:
+def test_the_forms_of_textbooks_give_what_is_predicted_but_for_padding_and_small_units(name: str, frozen: bool) -> None:
     world_size, fields, model = CASES[name]
     # So deep that no unit counts for much.
     config = LlamaConfig(**{**model, "num_layers": 40, "vocab_size": 64})
     with torch.device("meta"):
         whole = Llama(config)
+    for fqn, parameter in whole.named_parameters():
+        # All parameters of a unit, as flattened ones have gradients of all if any is trained.
+        parameter.requires_grad_(not (frozen and fqn.startswith(("blocks.1", "blocks.2"))))
     parts = model_parts(whole, resolve(ParallelConfig(**fields), world_size), llama_plan(config))
     predicted = predict_states(parts, dict.fromkeys(VIEWS, 0))
     forms = state_forms(parts)

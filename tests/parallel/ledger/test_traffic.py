@@ -244,11 +244,13 @@ def test_frozen_parameters_are_gathered_and_send_no_gradient(name: str) -> None:
         assert traffic(terms) == counted
 
 
-def wire_bytes(name: str) -> tuple[float, float]:
+def wire_bytes(name: str, frozen: tuple[str, ...] = ()) -> tuple[float, float]:
     """What rank 0 sends around rings by the terms that textbooks know, and by their form; nothing is run for that."""
     world_size, fields, model, num_micro_batches = CASES[name]
     model_config = LlamaConfig(**{"num_layers": 2, **model})
-    parts = model_parts(whole(model_config), resolve(ParallelConfig(**fields), world_size), llama_plan(model_config))
+    parts = model_parts(
+        whole(model_config, frozen), resolve(ParallelConfig(**fields), world_size), llama_plan(model_config)
+    )
     known = {"parameters", "parameters again", "gradients", "gradients over replicas", "updated rows"}
     terms = predict_traffic(parts, StepShape(num_micro_batches=num_micro_batches, num_tokens=64, clips=True))
     sent = (
@@ -275,6 +277,12 @@ def wire_bytes(name: str) -> tuple[float, float]:
 )
 def test_the_terms_that_textbooks_know_add_up_to_their_figures(name: str, ideal: float) -> None:
     assert wire_bytes(name) == pytest.approx((ideal, ideal), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "full_shard", "shard_grad_op", "hybrid_shard"])
+def test_forms_of_traffic_count_gradients_of_trained_parameters_alone(name: str) -> None:
+    sent, formed = wire_bytes(name, FROZEN)
+    assert sent == pytest.approx(formed, rel=1e-12) and formed < wire_bytes(name)[1]
 
 
 def test_experts_that_ranks_share_are_gathered_from_fewer_of_them() -> None:
