@@ -7,6 +7,7 @@ import pickle
 import socket
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
@@ -51,6 +52,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     Raises:
         RankError: If a rank raised, died or did not finish.
     """
+    if world_size in _pools and (died := _pools[world_size].died()):
+        warnings.warn(f"ranks died while they waited for a call, and are forked anew: {died}", stacklevel=2)
+        _pools.pop(world_size).kill()
     if world_size not in _pools:
         _pools[world_size] = _Pool(world_size)
     try:
@@ -107,6 +111,11 @@ class _Pool:
                     # The others may wait for this rank in a collective; give them a moment to notice.
                     timeout_s = min(timeout_s, 10.0)
         return [outcomes[rank] for rank in range(len(self.connections))]
+
+    def died(self) -> dict[int, int]:
+        """Exit codes of the ranks that have ended, by rank; others would wait for them, and get no call."""
+        codes = {rank: process.exitcode for rank, process in enumerate(self.processes)}
+        return {rank: code for rank, code in codes.items() if code is not None}
 
     def is_worn(self) -> bool:
         """Whether ranks have kept many threads of earlier calls: FSDP1 keeps units whose parameters are all frozen."""
