@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import sys
 from collections.abc import Iterator
 from math import prod
 
@@ -21,7 +22,7 @@ READ_BYTES = 4 << 20
 MAX_WRITE_BYTES = 1 << 30
 """Linux writes at most 2 GiB in one call."""
 
-_MADVISE = getattr(ctypes.CDLL(None), "madvise", None)
+_MADVISE = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 _MADV_POPULATE_WRITE = 23
 
 
