@@ -74,6 +74,14 @@ class FlatUnit(FullyShardedDataParallel):
         if self.gathered():
             _reshard(self, self._handle, True)
 
+    def show_parameters(self) -> None:
+        """Shows the model's parameters again where a backward has left views in their place.
+
+        With `no_shard` that is what happens to a unit of which nothing is trained: as its values lie where they should,
+        torch takes it for done. At the next forward it would take the views for parameters that the user has set.
+        """
+        _reshard(self, self._handle, False)
+
     @property
     def has_gradient(self) -> bool:
         """Whether any of its parameters has a gradient, on any rank."""

@@ -40,6 +40,7 @@ class Fsdp1(Backend):
     def __init__(self) -> None:
         """Knows no model yet."""
         self._units: list[FlatUnit] = []
+        self._whole_and_frozen: list[FlatUnit] = []
         self._held: dict[str, FlatLayout] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._views: dict[Tensor, frozenset[str]] = {}
@@ -99,6 +100,11 @@ class Fsdp1(Backend):
             # FSDP1 makes every parameter that tensor parallelism has split trainable.
             parameter.requires_grad_(trainable[fqn])
         self._held = held if strategy == "no_shard" else self._with_ranges(held)
+        self._whole_and_frozen = [
+            unit
+            for unit in self._units
+            if strategy == "no_shard" and unit.fqns and not any(trainable[fqn] for fqn in unit.fqns)
+        ]
         self._views = {self._parameters[fqn]: each.views for fqn, each in self._held.items()}
         root = self._units[-1]
         root.register_forward_hook(self._reshard_after_evaluation)
@@ -108,6 +114,8 @@ class Fsdp1(Backend):
         """Runs forward and backward of one micro-batch, both within `no_sync` where nothing is sent."""
         with nullcontext() if reduce else self._units[-1].no_sync():
             compute()
+        for unit in self._whole_and_frozen:
+            unit.show_parameters()
         if reduce:
             self._complete_gradients()
 

@@ -177,6 +177,22 @@ def test_an_evaluation_between_gradients_and_step_leaves_no_stale_parameters(nam
         assert all_held
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_unit_with_nothing_to_train_still_shows_its_parameters_after_a_step(strategy: str) -> None:
+    config = fsdp1({"strategy": strategy})
+    assert all(before == after for before, after in run_ranks(2, around_a_frozen_step, config))
+
+
+def around_a_frozen_step(config: ParallelConfig) -> list[dict[str, int]]:
+    """Parameters by fqn, with where they lie, before and after a step and an evaluation."""
+    trained, found = build(config, frozen=["norm.weight"]), []
+    for _ in range(2):
+        found.append({fqn: id(each) for fqn, each in trained.named_parameters().items()})
+        trained.forward_backward(batches(trained.mesh, 0))
+        trained.evaluate(batches(trained.mesh, 1))
+    return found
+
+
 def with_evaluation(config: ParallelConfig) -> tuple[list[float], list[float], bool]:
     found = []
     for evaluates in (False, True):
