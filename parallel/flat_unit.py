@@ -69,6 +69,23 @@ class FlatUnit(FullyShardedDataParallel):
             return []
         return [flat._full_param_padded for flat in self.params]
 
+    def bounds(self, num_ranks: int) -> dict[str, tuple[int, ...]]:
+        """Where the ranges of ranks begin within each parameter, and where the last one ends, by fqn.
+
+        Args:
+            num_ranks: Ranks that share the unit, each a range of as many elements.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+        for flat in self.params:
+            fqns, start = iter(self.fqns), 0
+            # Private: FSDP1 has no public account of what it has flattened, with what fills it up.
+            for size, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+                if not is_padding:
+                    edges = (rank * flat.numel() - start for rank in range(num_ranks + 1))
+                    found[next(fqns)] = tuple(max(0, min(size, each)) for each in edges)
+                start += size
+        return found
+
     def reshard(self) -> None:
         """Frees its parameters if they are gathered."""
         if self.gathered():

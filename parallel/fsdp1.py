@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -165,21 +164,11 @@ class Fsdp1(Backend):
 
     def _with_ranges(self, held: dict[str, FlatLayout]) -> dict[str, FlatLayout]:
         """Ranges lie in the order of ranks."""
-        bounds = self._sizes_on_ranks().cumsum(1).tolist()
+        bounds = {fqn: own for unit in self._units for fqn, own in unit.bounds(self._mesh.degree("fsdp")).items()}
         return {
-            fqn: replace(
-                each, ranges=FlatRanges(each.part_shape, (0, *bounds_of)), views=each.views | frozenset({"fsdp"})
-            )
-            for (fqn, each), bounds_of in zip(held.items(), bounds, strict=True)
+            fqn: replace(each, ranges=FlatRanges(each.part_shape, bounds[fqn]), views=each.views | frozenset({"fsdp"}))
+            for fqn, each in held.items()
         }
-
-    def _sizes_on_ranks(self) -> Tensor:
-        """Asks the other ranks how many elements of each parameter they hold, int64 [parameters, ranks]."""
-        group = self._mesh.group("fsdp")
-        mine = torch.tensor([parameter.numel() for parameter in self._parameters.values()], device=self._mesh.device)
-        sizes = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(sizes, mine, group=group)
-        return torch.stack(sizes, dim=1)
 
     def _complete_gradients(self) -> None:
         """Gives parameters of which this rank holds nothing an empty gradient.

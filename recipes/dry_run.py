@@ -14,9 +14,9 @@ from parallel import build_mesh
 from parallel.materialize import allocate
 from parallel.replicas import local_part
 from parallel.traits import TRAITS
-from recipes.ledger.gaps import modes_without_values
 from recipes.model import build_model
 from recipes.recipe import Recipe
+from recipes.without_values import modes_without_values
 
 
 class Shard(NamedTuple):

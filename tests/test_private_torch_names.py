@@ -45,7 +45,6 @@ TESTED = {
     "torch.distributed.fsdp._runtime_utils._reshard": (
         "tests/parallel/test_fsdp1.py::test_an_evaluation_between_gradients_and_step_leaves_no_stale_parameters"
     ),
-    "torch.distributed.fsdp._flat_param": DRY,
     "torch.distributed.pipelining.schedules._PipelineScheduleRuntime": (
         "tests/parallel/test_schedule_file.py::test_a_schedule_from_a_file_equals_one_process"
     ),

@@ -17,9 +17,9 @@ from parallel.ledger.parts import num_reductions
 from parallel.materialize import allocate
 from parallel.traits import TRAITS
 from recipes.dry_run import fake_world
-from recipes.ledger.gaps import modes_without_values
 from recipes.ledger.traced import TracedRun, TracedStep, made_up_batches
 from recipes.recipe import Recipe
+from recipes.without_values import modes_without_values
 
 T = TypeVar("T")
 
@@ -34,8 +34,6 @@ def check_fake(recipe: Recipe, num_devices: int = 1) -> str | None:
     traits = TRAITS[recipe.parallel.data_parallel]
     if traits.gathers_centrally and num_devices > 1:
         return "its replicas are threads of one process"
-    if traits.flattens and recipe.lora.rank:
-        return "fsdp1 looks at addresses to see which frozen parameters it has gathered, and there are none"
     if recipe.parallel.compile:
         return "the compiler takes no part in a dry run"
     return None

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from models.layers.lora import LoraConfig
 from parallel import Buckets, LossScaling, ParallelConfig, Precision
 from parallel.ledger.term import counted_traffic, traffic
 from recipes.find import find_recipe
@@ -89,6 +90,7 @@ SAME: dict[str, tuple[int, dict[str, Any], bool]] = {
         {"data_parallel": "fsdp1", "strategy": "shard_grad_op", "reduce_gradients": "last", "precision": BF16},
         True,
     ),
+    "fsdp1 with adapters": (2, {"data_parallel": "fsdp1"}, True),
     "experts, full_shard": (2, {}, True),
     "experts, ep x tp": (4, {"ep": 2, "tp": 2}, True),
     "experts, fsdp1": (2, {"data_parallel": "fsdp1"}, True),
@@ -105,6 +107,8 @@ def test_a_step_without_values_is_the_real_step(case: str) -> None:
     world_size, layout, documents = SAME[case]
     name = "moe_debug" if "experts" in case else "llama_debug"
     recipe = small(layout, documents=documents, global_batch=(8 if "over 4" in case else 4) * world_size, name=name)
+    if "adapters" in case:
+        recipe = dataclasses.replace(recipe, lora=LoraConfig(rank=8))
     config = recipe.parallel
     num_micro_batches = recipe.training.num_micro_batches(world_size // (config.tp * config.cp * config.pp))
     ranks = (0, world_size - 1)

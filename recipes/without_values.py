@@ -1,6 +1,5 @@
 """Fills the gaps that torch's tensors without values leave in a training step."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -8,12 +7,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import _flat_param
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.collective_ops import tensors_in
-from parallel.parallelize import BACKENDS
-from parallel.traits import TRAITS
 
 # Tensors whose ops turn themselves into local ones, which come back to the mode.
 # Private: only by its type can a functional collective's result be told from a plain tensor.
@@ -24,19 +20,15 @@ _INTEGERS = (torch.bool, torch.int32, torch.int64)
 def modes_without_values() -> Callable[[], AbstractContextManager[None]]:
     """A context, to be entered as often as one likes, in which tensors have no values and take no memory."""
     # Private: torch documents it, but has no public name for it.
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     @contextmanager
     def modes() -> Iterator[None]:
-        flattening = next(BACKENDS[name] for name, traits in TRAITS.items() if traits.flattens)
-        alone = mock.patch.object(flattening, "_sizes_on_ranks", _sizes_by_arithmetic)
-        # Private: FSDP1 asks by address whether a unit is there, and a storage without memory has none.
-        there = mock.patch.object(_flat_param, "_data_ptr_allocated", _flat_param._storage_size_allocated)
-        with warnings.catch_warnings(), alone, there, mode, FillGaps():
-            # Where a unit's weights lie is asked of fake tensors too, which all answer 0.
-            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        # FSDP1 asks by address what is gathered, and whatever is fake answers 0.
+        of_tensors = mock.patch.object(FakeTensor, "data_ptr", _address, create=True)
+        with mock.patch.object(torch.UntypedStorage, "data_ptr", _address_of_storage), of_tensors, mode, FillGaps():
             yield
 
     return modes
@@ -82,18 +74,15 @@ def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return func(*factors, *args[2:], **kwargs).to(args[0].dtype)
 
 
-def _sizes_by_arithmetic(backend: Any) -> Tensor:
-    """What other ranks would say that they hold of each parameter, int64 [parameters, ranks]."""
-    sizes: dict[str, Tensor] = {}
-    ranks = torch.arange(backend._mesh.degree("fsdp"))
-    for unit in backend._units:
-        fqns = iter(unit.fqns)
-        for flat in unit.params:
-            first = ranks * flat.numel()
-            start = end = 0
-            # Private: FSDP1 has no public account of what it has flattened.
-            for size, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
-                start, end = end, end + size
-                if not is_padding:
-                    sizes[next(fqns)] = (first + flat.numel()).clamp(max=end) - first.clamp(min=start)
-    return torch.stack([sizes[fqn] for fqn in backend._parameters]).clamp(min=0)
+_data_ptr = torch.UntypedStorage.data_ptr
+
+
+def _address_of_storage(storage: torch.UntypedStorage) -> int:
+    """Of what has no values a number that tells it from others, as good as an address; 0 where nothing is allocated."""
+    if storage.device.type != "meta":
+        return _data_ptr(storage)
+    return storage._cdata if storage.nbytes() else 0
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
