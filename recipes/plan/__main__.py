@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from parallel.planner.candidate import Request
@@ -26,7 +27,7 @@ from recipes.plan.rows_report import show_rows
 from recipes.plan.tune import Measured, tune
 
 COMPARED = 2
-"""Plans of which the ledger is asked too: the best and the one behind it."""
+"""Plans that are always looked for, and of which the ledger is asked too: the best and the one behind it."""
 NOTHING_FITS = 3
 """Exit code where no layout fits; the message says what would."""
 
@@ -62,7 +63,7 @@ def _show_claims(command: PlanCommand) -> None:
 
 def _plan(command: PlanCommand) -> None:
     request = command.request()
-    found = search(request, most=max(command.top, command.tune))
+    found = search(request, most=max(command.top, command.tune, COMPARED))
     if not found.plans:
         print(f"error: {refusal(request, found, read_gpus(command.gpu_table))}", file=sys.stderr)
         if command.explain:
@@ -76,7 +77,8 @@ def _plan(command: PlanCommand) -> None:
     beside = beside_ledger(command.model, found.plans[:COMPARED])
     if command.json:
         guide = walk(request) if command.explain else None
-        print(json.dumps(as_json(command.model, found, guide, curves, measured, beside), indent=1))
+        shown = replace(found, plans=found.plans[: max(command.top, command.tune)])
+        print(json.dumps(as_json(command.model, shown, guide, curves, measured, beside), indent=1))
     else:
         show(command.model, found, command.top, beside)
         if measured:

@@ -48,6 +48,13 @@ def test_json_holds_the_layouts_their_parts_the_guide_and_the_curves(
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_why_the_second_is_behind_is_said_where_only_the_best_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--top", "1"])
+    assert "why the second is behind" in capsys.readouterr().out
+    main([*SMALL, "--top", "1", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["plans"]) == 1
+
+
 def test_a_picture_of_the_frontier_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([*SMALL, "--frontier", str(tmp_path / "new" / "frontier.png")])
     assert (tmp_path / "new" / "frontier.png").read_bytes().startswith(b"\x89PNG")
