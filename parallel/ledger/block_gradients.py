@@ -139,7 +139,7 @@ def _flows(parts: ModelParts, index: int) -> bool:
     """Whether the stream before a block has a gradient; what comes from another stage of a pipeline always has."""
     before = ("embed.", *(f"{block.fqn}." for block in parts.plan.blocks[:index]))
     first = parts.whole.blocks[0].fqn == parts.plan.blocks[0].fqn
-    return not first or any(each.trainable and each.fqn.startswith(before) for each in parts.parameters)
+    return not first or any(each.has_gradient and each.fqn.startswith(before) for each in parts.parameters)
 
 
 def _parameters_of(module: str) -> tuple[str, ...]:
@@ -148,4 +148,4 @@ def _parameters_of(module: str) -> tuple[str, ...]:
 
 
 def _is_trained(specs: Mapping[str, ParameterSpec], fqn: str) -> bool:
-    return fqn in specs and specs[fqn].trainable
+    return fqn in specs and specs[fqn].has_gradient

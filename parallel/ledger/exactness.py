@@ -42,9 +42,6 @@ class _Facts:
         self.num_devices = num_devices
         self.parts, self.config, self.traits = parts, parts.config, TRAITS[parts.config.data_parallel]
         self.has_experts = parts.whole.shape.num_experts > 0
-        # What balances experts has no gradient in any case.
-        own = (each for each in parts.parameters if not each.fqn.endswith(".selection_bias"))
-        self.is_frozen = not all(each.trainable for each in own)
         self.splits_backward = self.config.pp > 1 and traits_of(self.config).splits_backward
         self.is_cut_flat = self.traits.flattens and num_shards(self.config) > 1
 
@@ -85,14 +82,6 @@ _TERMS: tuple[tuple[Callable[[_Facts], bool], Bound], ...] = (
             term="experts where backward is split",
             share=0.25,
             reason="the gradients of their weights are taken as computed on the way to their input",
-        ),
-    ),
-    (
-        lambda its: its.traits.flattens and its.is_frozen,
-        Bound(
-            term="frozen parameters in flattened units",
-            share=0.30,
-            reason="torch makes gradients, and keeps inputs, for a whole unit where any of its parameters is trained",
         ),
     ),
     (

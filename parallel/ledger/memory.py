@@ -13,7 +13,7 @@ from parallel.ledger.parts import ModelParts, UnitSpec, num_reductions, num_shar
 from parallel.ledger.pipeline_memory import PipelineMemory
 from parallel.ledger.span_memory import SpanMemory
 from parallel.ledger.spans import spans_of
-from parallel.ledger.states import flat_gradients, predict_states
+from parallel.ledger.states import dropped_gradients, flat_gradients, predict_states
 from parallel.traits import TRAITS
 
 
@@ -137,6 +137,7 @@ class _Step:
         (span,) = self.spans
         count, units = self.batch.num_micro_batches, self.units
         once, after = num_reductions(self.parts.config, count) == 1, 0
+        dropped = dropped_gradients(self.parts, self.coordinates)
         # Those in the middle hold what the second does, and where each is summed the last one too.
         alike = range(2, count - 1 if once else count)
         for number in (each for each in range(count) if each not in alike):
@@ -145,6 +146,7 @@ class _Step:
             self.pieces.forward(span)
             after = after or self.memory.now
             units.in_backward = True
+            self.memory.change(-dropped * units.adds)
             self.pieces.backward(span)
             self.pieces.copies.end_backward(adds=units.adds, goes=units.has_buckets and units.reduces)
             units.end_backward()

@@ -82,10 +82,10 @@ class SizesOfUnits:
     def _count(self, unit: UnitSpec) -> UnitSizes:
         own, config, tp_rank = unit.parameters, self._config, self._tp_rank
         counts = [elements([each], config, tp_rank) for each in own]
-        trained = [count for each, count in zip(own, counts, strict=True) if each.trainable]
+        trained = [count for each, count in zip(own, counts, strict=True) if each.has_gradient]
         return UnitSizes(
             sent=unit_elements(own, config, tp_rank),
-            summed=unit_elements([each for each in own if each.trainable], config, tp_rank),
+            summed=unit_elements([each for each in own if each.has_gradient], config, tp_rank),
             trained=sum(trained),
             last=trained[-1] if trained else 0,
             largest=max(counts, default=0),

@@ -35,7 +35,8 @@ class ParameterSpec:
         fqn: Its name.
         shape: Size per dim, unsharded.
         dtype: Type in which it is stored.
-        trainable: Whether it gets a gradient.
+        trainable: Whether it is trained.
+        has_gradient: Whether backward makes a gradient for it: it is trained, or flattened with what is.
         tp_dim: Dim that `tp` splits; None: every rank of `tp` holds it whole.
         ep: Ranks of `ep` that have a part of its first dim each, an expert or more.
     """
@@ -44,6 +45,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+    has_gradient: bool
     tp_dim: int | None
     ep: int = 1
 
@@ -78,7 +80,10 @@ class UnitSpec:
     @cached_property
     def kind(self) -> tuple[object, ...]:
         """What tells it from units of other sizes or other treatment; those of identical blocks share one object."""
-        own = ((each.shape, each.dtype, each.trainable, each.tp_dim, each.ep) for each in self.parameters)
+        own = (
+            (each.shape, each.dtype, each.trainable, each.has_gradient, each.tp_dim, each.ep)
+            for each in self.parameters
+        )
         kind = (*own, self.kept, self.gathered_again)
         return _KINDS.setdefault(kind, kind)
 
@@ -156,6 +161,8 @@ def _of_part(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) -> Mo
             is_split = within < len(units) and units[within].view == "expert_fsdp"
             spec = _parameter_spec(fqn, parameter, styles.get(fqn.rpartition(".")[0]))
             members[within].append(replace(spec, ep=config.ep) if is_split else spec)
+    if flattens:
+        members = [_flattened(own) for own in members]
     kept = kept_unit(chosen, config.sharding)
     specs = [_unit_spec(unit, own, unit is kept, config) for unit, own in zip(units, members, strict=False)]
     # `fully_shard` prefetches, so that it gathers the last of them nevertheless.
@@ -163,6 +170,12 @@ def _of_part(model: nn.Module, config: ParallelConfig, plan: ParallelPlan) -> Mo
     # The root is needed again as soon as backward starts.
     specs.append(UnitSpec(parameters=tuple(members[-1]), kept=True, gathered_again=False))
     return ModelParts(config=config, plan=plan, styles=styles, units=tuple(specs), whole=plan, pp_rank=0)
+
+
+def _flattened(own: Sequence[ParameterSpec]) -> list[ParameterSpec]:
+    """Parameters that are parts of one, which has a gradient if any of them is trained."""
+    is_trained = any(each.trainable for each in own)
+    return [replace(each, has_gradient=is_trained) for each in own]
 
 
 def _parameter_spec(fqn: str, parameter: nn.Parameter, style: TensorParallelStyle | None) -> ParameterSpec:
@@ -174,6 +187,7 @@ def _parameter_spec(fqn: str, parameter: nn.Parameter, style: TensorParallelStyl
         shape=tuple(parameter.shape),
         dtype=parameter.dtype,
         trainable=parameter.requires_grad,
+        has_gradient=parameter.requires_grad,
         tp_dim=tp_dim if tp_dim is not None and tp_dim < parameter.dim() else None,
     )
 

@@ -29,11 +29,11 @@ class SpanMemory:
         Args:
             parts: The rank's part of the model.
             batch: What the rank is given.
-            coordinates: Place of the rank along `cp` and `tp`, from 0.
+            coordinates: Place of the rank along `fsdp`, `cp` and `tp`, from 0.
         """
         self._ahead = parts.config.sharding.backward_prefetch or 1
         self.memory = Memory()
-        self.units = UnitMemory(parts, self.memory, coordinates["tp"])
+        self.units = UnitMemory(parts, self.memory, coordinates)
         self.copies = Copies(parts, self.memory, coordinates["tp"])
         self.stretches = Stretches(parts, batch, coordinates)
         self._layers = layers_of(parts)

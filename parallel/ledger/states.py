@@ -9,7 +9,7 @@ from parallel.ledger.live import LiveBytes
 from parallel.ledger.lookup import kinds_of
 from parallel.ledger.optimizer_memory import NUMBER_BYTES, OPTIMIZERS, OptimizerMemory, optimizer_memory
 from parallel.ledger.padding import flat_ranges, splits_columns, unit_elements
-from parallel.ledger.parts import ModelParts, ParameterSpec, is_unit_based, num_shards, part
+from parallel.ledger.parts import ModelParts, ParameterSpec, UnitSpec, is_unit_based, num_shards, part
 from parallel.traits import TRAITS
 
 ADAM_MOMENTS = OPTIMIZERS["adamw"].tensors
@@ -73,6 +73,36 @@ def flat_gradients(parts: ModelParts, coordinates: Mapping[str, int]) -> int:
         for unit, count in kinds_of(parts)
         if any(each.trainable for each in unit.parameters)
     )
+
+
+def dropped_gradients(parts: ModelParts, coordinates: Mapping[str, int]) -> int:
+    """Bytes of the gradients for which `drops_gradient` holds.
+
+    Args:
+        parts: The model in its layout.
+        coordinates: As in `predict_states`.
+    """
+    return sum(
+        count * _stored(unit.parameters, parts.config, coordinates)
+        for unit, count in kinds_of(parts)
+        if drops_gradient(unit, parts.config, coordinates)
+    )
+
+
+def drops_gradient(unit: UnitSpec, config: ParallelConfig, coordinates: Mapping[str, int]) -> bool:
+    """Whether torch lets go of a flattened unit's gradient on this rank, which holds nothing of it that is trained.
+
+    It does so when the next micro-batch goes back, but for units that stay gathered until then.
+
+    Args:
+        unit: The unit.
+        config: The layout with every degree resolved.
+        coordinates: As in `predict_states`.
+    """
+    if unit.kept or not TRAITS[config.data_parallel].flattens:
+        return False
+    trains = any(each.trainable for each in unit.parameters)
+    return trains and not _with_gradients(unit.parameters, config, coordinates)
 
 
 def _copied(parts: ModelParts) -> list[ParameterSpec]:

@@ -185,12 +185,12 @@ class Stretches:
             index: Its place among the rank's blocks.
         """
         block = by_block(self._parts)[self._parts.plan.blocks[index].fqn]
-        own = [each for each in block.values() if each.trainable]
+        own = [each for each in block.values() if each.has_gradient]
         return elements(own, self._parts.config, self._tp_rank) * self._itemsize
 
     def _bytes_of(self, fqn: str, *, trained: bool = False) -> int:
         around = by_block(self._parts).get(fqn.rpartition(".")[0], {})
-        own = [each for each in around.values() if each.fqn == fqn and (each.trainable or not trained)]
+        own = [each for each in around.values() if each.fqn == fqn and (each.has_gradient or not trained)]
         return elements(own, self._parts.config, self._tp_rank) * self._itemsize
 
     def _sizes(self, kind: "_Kind") -> BlockSizes:

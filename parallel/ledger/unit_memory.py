@@ -1,11 +1,12 @@
 """Follows sharding units through a step: gathered, copied out, freed, and their gradients summed over ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from parallel.ledger.block_sizes import itemsizes, runs_on_copies
 from parallel.ledger.padding import SizesOfUnits
 from parallel.ledger.parts import ModelParts, UnitSpec, is_unit_based, num_shards
 from parallel.ledger.pieces import Memory
+from parallel.ledger.states import drops_gradient
 from parallel.ledger.unit_sums import UnitSums
 from parallel.ledger.units_in_place import UnitsInPlace
 from parallel.traits import TRAITS
@@ -23,15 +24,16 @@ class UnitMemory:
         adds: Whether gradients are there already, to which new ones are added.
     """
 
-    def __init__(self, parts: ModelParts, memory: Memory, tp_rank: int) -> None:
+    def __init__(self, parts: ModelParts, memory: Memory, coordinates: Mapping[str, int]) -> None:
         """Nothing is gathered.
 
         Args:
             parts: The rank's part of the model.
             memory: What is held.
-            tp_rank: Place of the rank along `tp`.
+            coordinates: Place of the rank along `fsdp` and `tp`.
         """
-        self.memory, self._parts = memory, parts
+        self.memory, self._parts, self._coordinates = memory, parts, coordinates
+        tp_rank = coordinates["tp"]
         self._sizes = SizesOfUnits(parts.config, tp_rank)
         self._stored, self._itemsize, _, self._reduced = itemsizes(parts)
         self._num_shards = num_shards(parts.config)
@@ -220,7 +222,8 @@ class UnitMemory:
         self.memory.change(-self._waiting.get(unit, 0))
         self._waiting[unit] = size
         if self.reduces:
-            self._sums.add_flat(self._waiting.pop(unit), adds=self.adds)
+            drops = drops_gradient(unit, self._parts.config, self._coordinates)
+            self._sums.add_flat(self._waiting.pop(unit), adds=self.adds and not drops)
 
     def _bytes(self, unit: UnitSpec) -> int:
         """A gathered unit in the dtype of the computation, padding included."""

@@ -139,6 +139,9 @@ ADAPTERS: dict[str, LoraConfig] = {
     "full_shard, selectively recomputed": ALL_MAPS,
     "tp in bf16, selectively recomputed": LoraConfig(rank=8),
     "pp, a stage in the middle": ALL_MAPS,
+    # Its second rank holds nothing of the adapters.
+    "fsdp1": LoraConfig(rank=8),
+    "fsdp1 no_shard in bf16": ALL_MAPS,
     # Of its first block's attention nothing but the last map has a gradient.
     "full_shard, prefetched": LoraConfig(rank=8, targets=("blocks.*.attention.o_proj",)),
     # Nothing is trained before its last block, so that units of the first are not gathered again.
