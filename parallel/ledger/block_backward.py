@@ -56,7 +56,9 @@ class _Backward:
         if sizes.experts is not None:
             whole = gathered(memory, sizes, grads[0])
             total = [ExpertLayer(memory, sizes.experts, sizes.gradients).backward(saved, self._weights)]
-            del whole, saved["feed-forward input"]
+            # Kept for the router alone, which may be frozen.
+            saved.pop("feed-forward input", None)
+            del whole
             self._to_stream(total, "feed-forward", "middle")
         else:
             self._feed_forward()

@@ -6,7 +6,7 @@ from parallel.ledger.block_backward import backward
 from parallel.ledger.block_run import BlockRun, Borrowed, Kept
 from parallel.ledger.block_sizes import BlockSizes
 from parallel.ledger.ends_memory import Stretch
-from parallel.ledger.pieces import Piece, Saved
+from parallel.ledger.pieces import Memory, Piece, Saved
 from parallel.ledger.split_backward import SplitBackward, inputs_backward, pass_by, weights_backward
 
 
@@ -22,6 +22,7 @@ def whole_block(
     kept: Kept,
     borrowed: Borrowed,
     copied: Mapping[str, int],
+    own_copies: int,
     *,
     keeps_gradients: bool,
     trained: int,
@@ -33,16 +34,22 @@ def whole_block(
         kept: Which results it keeps.
         borrowed: What others hold.
         copied: Bytes of the copies of matrices that backward frees after use, by name.
+        own_copies: Bytes of all copies of parameters that the block makes itself whenever it runs; 0: it makes none.
         keeps_gradients: Whether those of weights stay where they were made until it is done.
         trained: Bytes of those that stay in the end.
     """
     block = BlockRun(sizes, kept, borrowed)
-    memory, ahead = block.memory, block.ahead
+    memory, ahead = block.memory, block.ahead._replace(above=block.ahead.above + own_copies)
     if "out" not in sizes.gradients.followed:
         return ahead, Stretch(0, 0)
-    copies = {f"{name} copy": memory.new(size) for name, size in copied.items()}
+    copies = {} if own_copies else _new(memory, copied)
     base = block.arrive()
-    saved = block.saved if kept is None else block.recompute()
+    if own_copies:
+        copies, others = _new(memory, copied), memory.new(own_copies - sum(copied.values()))
+        saved = block.recompute()
+        del others
+    else:
+        saved = block.saved if kept is None else block.recompute()
     saved.update(copies)
     copies.clear()
     weights: list[Piece] = [] if keeps_gradients else _Passing()
@@ -52,6 +59,10 @@ def whole_block(
     # Those of norms and biases are few.
     held = memory.now - base - sum(each.num_bytes for each in weights) + trained
     return ahead, Stretch(held, memory.peak - base)
+
+
+def _new(memory: Memory, copied: Mapping[str, int]) -> Saved:
+    return {f"{name} copy": memory.new(size) for name, size in copied.items()}
 
 
 def split_block(

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parallel.ledger.block_sizes import runs_on_copies
 from parallel.ledger.parts import ModelParts, num_shards
 from parallel.schedules import traits_of
 from parallel.traits import TRAITS
@@ -42,6 +41,9 @@ class _Facts:
         self.num_devices = num_devices
         self.parts, self.config, self.traits = parts, parts.config, TRAITS[parts.config.data_parallel]
         self.has_experts = parts.whole.shape.num_experts > 0
+        # What balances experts has no gradient in any case.
+        own = (each for each in parts.parameters if not each.fqn.endswith(".selection_bias"))
+        self.is_frozen = not all(each.trainable for each in own)
         self.splits_backward = self.config.pp > 1 and traits_of(self.config).splits_backward
         self.is_cut_flat = self.traits.flattens and num_shards(self.config) > 1
 
@@ -85,14 +87,11 @@ _TERMS: tuple[tuple[Callable[[_Facts], bool], Bound], ...] = (
         ),
     ),
     (
-        lambda its: (
-            runs_on_copies(its.parts) and not its.traits.flattens and its.config.activation_checkpointing != "none"
-        ),
+        lambda its: its.has_experts and its.splits_backward and its.is_frozen,
         Bound(
-            term="copies that blocks make themselves",
-            share=0.15,
-            reason="they are taken as made of the whole model at once, though blocks that are computed again free "
-            "their own",
+            term="frozen parameters beside experts where backward is split",
+            share=None,
+            reason="what of the experts' graph stays between both parts of backward is not followed",
         ),
     ),
     (

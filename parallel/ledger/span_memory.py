@@ -57,7 +57,8 @@ class SpanMemory:
         for index in span.blocks:
             units.enter(blocks[index])
             borrowed = _borrowed(span, index)
-            memory.change(*stretches.block(index, keeps_gradients=True, borrowed=borrowed)[0])
+            copies = self.copies.made_by(index)
+            memory.change(*stretches.block(index, keeps_gradients=True, borrowed=borrowed, own_copies=copies)[0])
             units.leave(blocks[index])
         if span.is_last:
             units.enter(head)
@@ -90,8 +91,9 @@ class SpanMemory:
         for index in reversed(span.blocks):
             units.enter(blocks[index])
             prefetch(index - 1)
-            keeps, borrowed = self._keeps_gradients(index), _borrowed(span, index)
-            memory.change(*stretches.block(index, keeps_gradients=keeps, borrowed=borrowed)[1])
+            keeps, borrowed, copies = self._keeps_gradients(index), _borrowed(span, index), self.copies.made_by(index)
+            memory.change(*stretches.block(index, keeps_gradients=keeps, borrowed=borrowed, own_copies=copies)[1])
+            self.copies.end_block(index, adds=units.adds, goes=units.has_buckets and units.reduces)
             units.done(blocks[index])
         self._free_tables()
         if span.is_first:

@@ -44,26 +44,30 @@ class Stretches:
         _, self._itemsize, sums, _ = itemsizes(parts)
         self.tables = 2 * self.sizes.tokens * (parts.whole.shape.head_dim // 2) * sums
         self._gradients = [block_gradients(parts, index, self._tp_rank) for index in range(len(parts.plan.blocks))]
-        self._blocks: dict[_Key, tuple[Stretch, Stretch]] = {}
+        self._blocks: dict[tuple[_Key, int], tuple[Stretch, Stretch]] = {}
         self._split: dict[tuple[_Key, bool], SplitBackward] = {}
         self._copies = runs_on_copies(parts)
 
-    def block(self, index: int, *, keeps_gradients: bool, borrowed: Borrowed = OWN) -> tuple[Stretch, Stretch]:
+    def block(
+        self, index: int, *, keeps_gradients: bool, borrowed: Borrowed = OWN, own_copies: int = 0
+    ) -> tuple[Stretch, Stretch]:
         """Forward of a block, and its backward, computing again included.
 
         Args:
             index: Its place among the rank's blocks.
             keeps_gradients: Whether those of weights stay where they were made until it is done.
             borrowed: What others hold.
+            own_copies: Bytes of the copies of its parameters that it makes itself.
         """
-        key = self._key(index, keeps_gradients, borrowed)
+        key = self._key(index, keeps_gradients, borrowed), own_copies
         if key not in self._blocks:
-            kept, kind, *_ = key
+            kept, kind, *_ = key[0]
             self._blocks[key] = whole_block(
                 self._sizes(kind),
                 kept,
                 borrowed,
                 self._copied(kind[1]),
+                own_copies,
                 keeps_gradients=keeps_gradients,
                 trained=self.gradients_of(index),
             )

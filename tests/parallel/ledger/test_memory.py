@@ -88,16 +88,20 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any], dict[str, Any], bool]] = {
     "kept on a group": (4, 1, 2, {"sharding": Sharding(reshard_group=2), "precision": BF16} | FULL, {}, False),
     "fsdp1": (2, 1, 2, {"data_parallel": "fsdp1"}, TIED, False),
     "zero1 in bf16": (2, 1, 1, {"data_parallel": "zero1", "precision": BF16}, TIED, True),
+    "ddp in bf16, recomputed": (2, 0, 2, DDP | FULL | {"precision": BF16}, {}, False),
+    "zero1 in bf16, selectively recomputed": (
+        *(2, 1, 1, SELECTIVE | {"data_parallel": "zero1", "precision": BF16}, TIED),
+        False,
+    ),
+    "one process in bf16, every second block": (
+        *(1, 0, 2, FULL | {"data_parallel": "none", "activation_checkpoint_every": 2, "precision": BF16}, {}),
+        False,
+    ),
     "fsdp1 no_shard": (2, 0, 2, FLAT, {}, False),
     "fsdp1 no_shard in bf16": (2, 1, 2, FLAT | {"precision": BF16}, {}, True),
 }
 # The same with the share that is listed for each, because something in it is not followed.
 LISTED: dict[str, tuple[int, int, int, dict[str, Any], dict[str, Any], bool, float]] = {
-    "ddp in bf16, recomputed": (2, 0, 2, DDP | FULL | {"precision": BF16}, {}, False, 0.15),
-    "zero1 in bf16, selectively recomputed": (
-        *(2, 1, 1, SELECTIVE | {"data_parallel": "zero1", "precision": BF16}, TIED, False),
-        0.15,
-    ),
     "units by size": (2, 1, 2, {"sharding": Sharding(units="size"), "precision": BF16}, {}, False, 0.10),
     "units by size, recomputed": (2, 0, 1, FULL | {"sharding": Sharding(units="size")}, ODD, True, 0.10),
     "a ring, selectively recomputed": (2, 1, 1, SELECTIVE | {"cp": 2, "cp_method": "ring"}, {}, True, 0.05),
@@ -109,6 +113,8 @@ LISTED: dict[str, tuple[int, int, int, dict[str, Any], dict[str, Any], bool, flo
     "fsdp1 in bf16, tied": (2, 1, 2, {"data_parallel": "fsdp1", "precision": BF16}, TIED, False, 0.05),
 }
 SLOW = (
+    "zero1 in bf16, selectively recomputed",
+    "one process in bf16, every second block",
     "full_shard, every second block",
     "full_shard, attention kept",
     "full_shard, one unit",
