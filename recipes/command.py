@@ -2,13 +2,11 @@
 
 import contextlib
 import dataclasses
-import io
 import sys
-import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -21,11 +19,9 @@ from recipes.launchers import is_first_rank, world_size_to_come
 from recipes.messages import one_message
 from recipes.model import model_and_plan
 from recipes.recipe import Recipe, changed_fields
+from recipes.refusals import in_one_form
 
 T = TypeVar("T")
-
-PARSER = "tyro."
-"""Where the parser's own modules are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,55 +111,17 @@ def parse(kind: type[T], arguments: list[str] | None, program: str, default: T |
             default=tyro.MISSING_NONPROP if default is None else default,
             config=(tyro.conf.AvoidSubcommands,),
             console_outputs=is_first_rank(),
-            registry=_registry(),
+            registry=_registry(words),
         )
 
 
-@contextmanager
-def in_one_form(words: Sequence[str]) -> Iterator[None]:
-    """Says what is wrong with a command line in one form, whoever finds it.
-
-    What this toolkit's own classes refuse is a line and an error like any other; the parser would put it into a box.
-    Unknown options, and words that are no value of their type, are left to the parser, which ends with exit code 2.
-
-    Args:
-        words: Of the command line that is parsed within.
-
-    Raises:
-        SystemExit: After the help or an error message.
-    """
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            yield
-    except SystemExit as end:
-        refusal = _own_refusal(end)
-        if refusal is None:
-            print(said.getvalue(), end="", file=sys.stderr, flush=True)
-            raise
-        with one_message(debug="--debug" in words):
-            raise refusal from None
-
-
-def _own_refusal(end: SystemExit) -> ValueError | None:
-    """The error of a class or function of this toolkit's, upon which the parser ended; None: it had reasons itself."""
-    error = end.__context__
-    while error is not None:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        own = not frames[-1].f_globals["__name__"].startswith(PARSER) if frames else False
-        if isinstance(error, ValueError) and own:
-            return error
-        error = error.__context__
-    return None
-
-
-def _registry() -> ConstructorRegistry:
+def _registry(words: Sequence[str]) -> ConstructorRegistry:
     registry = ConstructorRegistry()
-    registry.primitive_rule(_config_in_words)
+    registry.primitive_rule(partial(_config_in_words, words))
     return registry
 
 
-def _config_in_words(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+def _config_in_words(line: Sequence[str], info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """A word for a config that may be None, or for each of several, which by default would be no options at all."""
     members: tuple[Any, ...] = (*get_args(info.type), None, None)
     config, other = members[:2]
@@ -175,8 +133,8 @@ def _config_in_words(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] |
 
     def read(words: list[str]) -> Any:
         if several:
-            return tuple(_read_config(config, word) for word in words)
-        return None if words[0] == "None" else _read_config(config, words[0])
+            return tuple(_read_config(config, word, line) for word in words)
+        return None if words[0] == "None" else _read_config(config, words[0], line)
 
     def write(value: Any) -> list[str]:
         return [_write_config(each) for each in value] if several else [_write_config(value) if value else "None"]
@@ -195,8 +153,26 @@ def _write_config(config: Any) -> str:
     return ",".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items())
 
 
-def _read_config(config: Any, word: str) -> Any:
-    """Reads `name=value,name=value`; what is left out has its default."""
+def _read_config(config: Any, word: str, line: Sequence[str]) -> Any:
+    """Reads `name=value,name=value` of a command line, whose option an error names; defaults fill what is left out."""
+    try:
+        return _read_values(config, word)
+    except ValueError as error:
+        raise ValueError(f"{_option(line, word)}{word}: {error}") from error
+
+
+def _option(line: Sequence[str], word: str) -> str:
+    """The option of a command line that a word is given to, with a space; nothing where it is given to none."""
+    option = ""
+    for each in line:
+        if each.startswith("--"):
+            option, _, each = each.partition("=")
+        if each == word:
+            return f"{option} "
+    return ""
+
+
+def _read_values(config: Any, word: str) -> Any:
     # Here, because no other option needs it.
     from recipes.structure import structure
 

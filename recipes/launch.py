@@ -25,7 +25,7 @@ from recipes.messages import (
     show_warnings,
     stopped_early,
 )
-from recipes.signals import STOP_SIGNALS, EndedBySignal, forward_signals, handlers
+from recipes.signals import STOP_SIGNALS, EndedBySignal, ended_unheard, forward_signals, handlers
 from recipes.user_files import import_user_file, imported_user_files
 
 if TYPE_CHECKING:
@@ -128,8 +128,9 @@ def _start_ranks(
                 call = bytes(ForkingPickler.dumps((function, args)))
                 return elastic_launch(config, _call)(call, imported_user_files())[0]
         except ChildFailedError as error:
-            if forwarded and error.get_first_failure()[1].exitcode == -forwarded[0]:
-                raise EndedBySignal(forwarded[0]) from error
+            ended_by = -error.get_first_failure()[1].exitcode
+            if ended_unheard(ended_by, forwarded):
+                raise EndedBySignal(ended_by) from error
             if forwarded:
                 interrupted(forwarded[0])
             _report(*error.get_first_failure(), debug=debug)

@@ -14,8 +14,8 @@ from recipes.launchers import is_first_rank
 
 USER_ERROR = 1
 STOPPED = 75
-"""Exit code of a run that saved and stopped because of a signal, so that the same command goes on: EX_TEMPFAIL of
-sysexits.h, "the user is invited to retry"."""
+"""Exit code of a run that a signal stopped, after a save if it had come to its steps, so that the same command goes on:
+EX_TEMPFAIL of sysexits.h, "the user is invited to retry"."""
 USER_ERRORS = (ValueError, OSError, FloatingPointError)
 SAY_S = 0.5
 
@@ -108,7 +108,7 @@ def interrupted(number: int) -> NoReturn:
 
 
 def stopped_early(number: int) -> NoReturn:
-    """Ends the process of a run that a signal stopped where there was nothing to save; the same command runs it.
+    """Ends the process of a run that a signal stopped before or after its steps; the same command goes on.
 
     Args:
         number: The signal.
@@ -118,8 +118,8 @@ def stopped_early(number: int) -> NoReturn:
     """
     restore_cursor()
     if is_first_rank():
-        name = signal.Signals(number).name
-        print(f"stopped by {name} outside of training steps: nothing was saved; run again to go on", file=sys.stderr)
+        where = f"stopped by {signal.Signals(number).name} outside of training steps"
+        print(f"{where}: nothing more was saved; run again to go on", file=sys.stderr)
     raise SystemExit(STOPPED)
 
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import active_children
 from types import FrameType
@@ -49,10 +49,14 @@ def forward_signals(signals: Iterable[signal.Signals]) -> Iterator[list[int]]:
         EndedBySignal: If one comes where there is no rank.
     """
     came: list[int] = []
-    first_s = 0.0
+    first_s, launcher = 0.0, os.getpid()
 
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal first_s
+        if os.getpid() != launcher:
+            # Of a rank, forked with this handler, which nothing has replaced yet.
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         children = active_children()
         if not children:
             raise EndedBySignal(number)
@@ -65,6 +69,19 @@ def forward_signals(signals: Iterable[signal.Signals]) -> Iterator[list[int]]:
 
     with handlers(signals, forward):
         yield came
+
+
+def ended_unheard(ended_by: int, forwarded: Sequence[int]) -> bool:
+    """Whether a rank was ended by a signal to stop because it did not listen to it: no step went on.
+
+    Args:
+        ended_by: The signal that ended it.
+        forwarded: What has come to the launcher. A second signal ends ranks that do listen, and so does a second SIGINT
+            that came to the rank alone.
+    """
+    if forwarded:
+        return list(forwarded) == [ended_by]
+    return ended_by in STOP_SIGNALS and ended_by != signal.SIGINT
 
 
 @contextmanager

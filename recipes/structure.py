@@ -42,8 +42,9 @@ def structure(values: Mapping[str, Any], kind: type[T]) -> T:
     try:
         return _converter().structure(dict(values), kind)
     except Exception as error:
-        lines = "; ".join(cattrs.transform_error(error, path="", format_exception=_describe))
-        raise ValueError(lines) from error
+        lines = cattrs.transform_error(error, path="", format_exception=_describe)
+        # What the whole config is refused for has no path.
+        raise ValueError("; ".join(line.removesuffix(" @ ") for line in lines)) from error
 
 
 def _converter() -> cattrs.Converter:

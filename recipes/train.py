@@ -183,9 +183,9 @@ def main(arguments: list[str] | None = None) -> None:
     """
     with handlers(STOP_SIGNALS, lambda number, frame: stopped_early(number)):
         command, changes = parse_train(arguments)
-    summary: TrainSummary = run(
-        train, command.recipe, changes, num_processes=command.nproc, debug=command.debug, resumes=True
-    )
+        summary: TrainSummary = run(
+            train, command.recipe, changes, num_processes=command.nproc, debug=command.debug, resumes=True
+        )
     if summary.stopped_by is not None:
         leave(STOPPED)
 

@@ -13,9 +13,9 @@ from recipes.checkpoints.pruning import Prune
 from recipes.checkpoints.report import EXIT_CODES
 from recipes.checkpoints.show import Show
 from recipes.checkpoints.verification import Verify
-from recipes.command import in_one_form
 from recipes.launchers import is_first_rank
 from recipes.messages import one_message
+from recipes.refusals import in_one_form
 
 COMMANDS = {
     "ls": Ls,

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import recipes.train
 from models.layers.rotary import RotaryScaling
 from models.llama import LlamaConfig
 from parallel import ParallelConfig
-from recipes.command import parse_train
+from recipes.command import parse, parse_train
 from recipes.data import WeightedSource, load_dataset
 from recipes.find import find_recipe
 from recipes.launchers import is_first_rank, join_launcher, world_size_to_come
@@ -303,12 +304,43 @@ def test_several_sources_are_given_as_a_word_each() -> None:
 
 def test_a_bad_part_of_an_optional_config_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for word, message in (
-        ("factor=0.5", "factor=0.5 must be at least 1"),
+        ("factor=0.5", "factor=0.5 must be at least 1; leave the scaling out to scale nothing"),
         ("factors=2", "unknown field factors"),
         ("factor", "expected name=value, got 'factor'"),
-        ("factor=much", "'much' is no float"),
+        ("factor=much", "'much' is no float @ .factor"),
     ):
-        assert message in _error(capsys, "llama_debug", "--model.rope-scaling", word)
+        for words in (("--model.rope-scaling", word), (f"--model.rope-scaling={word}",)):
+            said = _error(capsys, "llama_debug", "--nproc", "2", *words)
+            assert said == f"error: --model.rope-scaling {word}: {message}\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class WarningCommand:
+    """Warns.
+
+    Attributes:
+        level: At 2 it is refused, after it has warned.
+    """
+
+    level: int = 0
+
+    def __post_init__(self) -> None:
+        warnings.warn(f"level {self.level} is odd", stacklevel=2)
+        if self.level == 2:
+            raise ValueError("level=2 must be less")
+
+
+def test_what_is_said_while_a_command_line_is_read_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with recipes.messages.one_message(debug=False):
+        assert parse(WarningCommand, ["--level", "1"], "program").level == 1
+    assert capsys.readouterr().err == "warning: level 1 is odd\n"
+    with pytest.raises(SystemExit), recipes.messages.one_message(debug=False):
+        parse(WarningCommand, ["--level", "2"], "program")
+    assert capsys.readouterr().err == "warning: level 2 is odd\nerror: level=2 must be less\n"
+    with pytest.raises(SystemExit) as end, recipes.messages.one_message(debug=False):
+        parse(WarningCommand, ["--level", "much"], "program")
+    assert end.value.code == 2
+    assert "invalid literal for int()" in capsys.readouterr().err
 
 
 def _rich_recipe(tmp_path: Path) -> Recipe:

@@ -136,22 +136,24 @@ def test_a_signal_to_the_launcher_alone_reaches_the_ranks(started: Command) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("to_one_rank", [False, True], ids=["launcher", "one rank"])
 def test_a_signal_before_the_first_step_leaves_nothing_and_ends_with_the_same_code(
-    tmp_path: Path, recipe_file: str
+    to_one_rank: bool, tmp_path: Path, recipe_file: str
 ) -> None:
     command = Command(tmp_path, "recipes.train", recipe_file, "--nproc", "2", *LONG, *_output(tmp_path))
     while len(command.ranks()) < 2:
         assert command.process.poll() is None
         time.sleep(0.01)
-    command.process.terminate()
+    os.kill(command.ranks()[1] if to_one_rank else command.process.pid, signal.SIGTERM)
     code, _, err = command.finish()
     assert (code, err) == (
         STOPPED,
-        "stopped by SIGTERM outside of training steps: nothing was saved; run again to go on\n",
+        "stopped by SIGTERM outside of training steps: nothing more was saved; run again to go on\n",
     )
     assert latest(tmp_path / "out" / "checkpoints") is None
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_run_that_hangs(started: Command) -> None:
     # A rank that stands still is one that no step comes to an end with.
     os.kill(started.ranks()[1], signal.SIGSTOP)
