@@ -78,7 +78,8 @@ class BackgroundSaver:
 
         Raises:
             OSError: If the save before it failed; this one does not start then.
-            ValueError: If the state cannot be saved. What the copy meets, as no memory, comes with the next call.
+            RuntimeError: If there was no memory for the copy of the one before it.
+            ValueError: If the state cannot be saved.
         """
         self.finish()
         planned = store.plan(self._folder, state, self._ranks)
@@ -86,8 +87,8 @@ class BackgroundSaver:
         try:
             copied.set_result(writer.snapshot(planned, self._rooms))
         except Exception as error:
-            # The others hear of it where nothing waits for the slowest rank.
-            copied.set_exception(error)
+            # The others hear of it where nothing waits for the slowest rank. Its frames refer to this saver.
+            copied.set_exception(error.with_traceback(None))
         ranks = Ranks(self._group)
         # Nothing that refers to this saver, so that one which nobody has any more can report.
         self._pending.append(self._thread.submit(_write, self._folder, copied, self._retention, ranks))
@@ -100,6 +101,7 @@ class BackgroundSaver:
 
         Raises:
             OSError: If it failed, on all ranks.
+            RuntimeError: If there was no memory for its copy, on any rank.
         """
         return self._pending.pop().result() if self._pending else None
 

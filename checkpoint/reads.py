@@ -16,8 +16,8 @@ from checkpoint.verified_file import Extent, VerifiedFile
 T = TypeVar("T")
 
 NUM_THREADS = 2
-"""One hashes while the disk works for the other. Where the disk is told of reads ahead, Linux caches single pages and
-asks for 1.6 MiB at a time; it asks for 4 MiB where reads come in order."""
+"""One hashes while the disk works for the other. More gain nothing, nor does telling the disk of reads ahead: Linux
+then asks it for less at a time."""
 FILES_AT_ONCE = 32
 
 

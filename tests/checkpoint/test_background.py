@@ -5,8 +5,9 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -122,10 +123,11 @@ def test_an_error_does_not_hide_another_one(tmp_path: Path) -> None:
     assert any("Input/output error" in note for note in raised.value.__notes__)
 
 
-def test_an_error_that_nobody_asks_for_is_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "name"), [(filesystem, "sync"), (writer, "snapshot")])
+def test_an_error_that_nobody_asks_for_is_a_warning(tmp_path: Path, module: ModuleType, name: str) -> None:
     saver = BackgroundSaver(tmp_path)
     with (
-        patch.object(filesystem, "sync", failing),
+        patch.object(module, name, failing),
         pytest.warns(UserWarning, match=r"a save in the background failed: .*Input/output error"),
     ):
         saver.save(states.fill(states.new_state()))
@@ -185,14 +187,19 @@ def questions_of_a_save(folder: Path, data_parallel: DataParallel) -> tuple[int,
     states.forget_meshes()
     state = TrainState(trained=build(ParallelConfig(data_parallel=data_parallel)))
     with BackgroundSaver(folder) as saver:
-        with patch.object(saver._ranks, "_highest", wraps=saver._ranks._highest) as asked:
+        ranks = saver._ranks
+        with ExitStack() as stack:
+            asked = [
+                stack.enter_context(patch.object(ranks, name, wraps=getattr(ranks, name)))
+                for name in ("_highest", "gather", "broadcast")
+            ]
             saver.save(state)
         saver.finish()
         if dist.get_rank() == 1:
             state.step = -1
         with pytest.raises(ValueError) as raised:
             saver.save(state)
-    return asked.call_count, str(raised.value)
+    return sum(each.call_count for each in asked), str(raised.value)
 
 
 @pytest.mark.parametrize(("data_parallel", "num_questions"), [("fsdp2", 1), ("fsdp1", 2)])
