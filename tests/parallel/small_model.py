@@ -1,5 +1,6 @@
 """A small LLaMA, batches with uneven numbers of valid tokens, and a few steps of training, for tests of layouts."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ from parallel import (
     parallelize,
     units_where,
 )
+from parallel.ledger.live import all_live_bytes
 
 SEQUENCE_LENGTH = 32
 GLOBAL_BATCH = 24
@@ -135,3 +137,9 @@ def difference(one: Tensor | Sequence[float], other: Tensor | Sequence[float]) -
     """max |a - b| / max |b|, in float64."""
     one, other = torch.as_tensor(one, dtype=torch.float64), torch.as_tensor(other, dtype=torch.float64)
     return ((one - other).abs().max() / other.abs().max()).item()
+
+
+def bytes_at_rest(device: torch.device) -> int:
+    """All live bytes once the threads that send have let go of what they sent, which is a little later."""
+    time.sleep(0.1)
+    return all_live_bytes(device)

@@ -8,8 +8,8 @@ import torch
 
 from models.llama.config import LlamaConfig
 from parallel import CollectiveCounter, ParallelConfig, Precision, Sharding
-from parallel.ledger.live import LiveBytes, LiveMeter, all_live_bytes
-from tests.parallel.small_model import adamw, batches, build
+from parallel.ledger.live import LiveBytes, LiveMeter
+from tests.parallel.small_model import adamw, batches, build, bytes_at_rest
 from tests.parallel.test_fsdp1 import HYBRID, HYBRID_ZERO2, MODEL, ODD, fsdp1
 from tests.ranks import run_ranks
 
@@ -145,10 +145,10 @@ def measured(config: ParallelConfig, model: LlamaConfig) -> tuple[LiveBytes, Liv
     trained.evaluate(mine)
     meter = LiveMeter(trained, optimizer)
     moments = [meter.measure()]
-    before = all_live_bytes(trained.mesh.device)
+    before = bytes_at_rest(trained.mesh.device)
     trained.model.register_forward_hook(lambda *_: moments.append(meter.measure()))
     trained.forward_backward(mine)
     moments.append(meter.measure())
     rest, after_forward, after_backward = moments
     elements = sum(parameter.numel() for parameter in trained.named_parameters().values())
-    return rest, after_forward, after_backward, all_live_bytes(trained.mesh.device) - before, elements
+    return rest, after_forward, after_backward, bytes_at_rest(trained.mesh.device) - before, elements

@@ -21,10 +21,9 @@ from parallel import (
     build_mesh,
     while_all_have_data,
 )
-from parallel.ledger.live import all_live_bytes
 from parallel.replicas import local_part
 from tests.parallel.branching_model import build_branching, marked
-from tests.parallel.small_model import CONFIG, batches, build, difference, sgd, train, whole
+from tests.parallel.small_model import CONFIG, batches, build, bytes_at_rest, difference, sgd, train, whole
 from tests.ranks import RankError, run_ranks
 
 Where = set[tuple[int, int]]
@@ -166,9 +165,9 @@ def kept_between_micro_batches(reduce_gradients: str) -> int:
     kept: list[int] = []
 
     def measured(*args: Any, **kwargs: Any) -> None:
-        before = 0 if kept else all_live_bytes(trained.mesh.device)
+        before = 0 if kept else bytes_at_rest(trained.mesh.device)
         run(*args, **kwargs)
-        kept.append(0 if kept else all_live_bytes(trained.mesh.device) - before)
+        kept.append(0 if kept else bytes_at_rest(trained.mesh.device) - before)
 
     trained.backend.run_micro_batch = measured  # type: ignore[method-assign]
     trained.forward_backward(mine)

@@ -9,7 +9,7 @@ import torch
 from models.llama.config import LlamaConfig
 from parallel import ParallelConfig, Precision, Sharding
 from parallel.ledger.live import LiveBytes, LiveMeter, all_live_bytes, storage_bytes
-from tests.parallel.small_model import adamw, batches, build
+from tests.parallel.small_model import adamw, batches, build, bytes_at_rest
 from tests.ranks import run_ranks
 
 Parameters = list[tuple[int, int, int | None]]
@@ -54,12 +54,12 @@ def measure(fields: dict[str, Any], tied: bool) -> Moments:
     optimizer.zero_grad()
     meter = LiveMeter(trained, optimizer)
     moments = [meter.measure()]
-    before = all_live_bytes(trained.mesh.device)
+    before = bytes_at_rest(trained.mesh.device)
     trained.model.register_forward_hook(lambda *_: moments.append(meter.measure()))
     trained.forward_backward(mine)
     moments.append(meter.measure())
     rest, after_forward, after_backward = moments
-    return Moments(rest, after_forward, after_backward, all_live_bytes(trained.mesh.device) - before)
+    return Moments(rest, after_forward, after_backward, bytes_at_rest(trained.mesh.device) - before)
 
 
 # Layout, tied embeddings; ranks that share a copy, tp; elements gathered at the end of forward, bytes of each.
